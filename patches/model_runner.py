@@ -11,7 +11,7 @@ import torch
 from sglang_reshard.derived import remember_loaded
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.patches import engine_start, expert_location, repacking, sglang_versions
-from sglang_reshard.patches.draft_models import TargetAndDrafts
+from sglang_reshard.patches.draft_models import Drafts, TargetAndDrafts
 from sglang_reshard.patches.engine_rank import engine_rank
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
@@ -50,7 +50,7 @@ def _remember(_result: Any, runner: ModelRunner, *_: Any, **__: Any) -> None:
 
 
 def update_weights_distributed(
-    self: ModelRunner, request: DistributedUpdateWeightsReq, step: Step, refusal: str, drafts: list[torch.nn.Module]
+    self: ModelRunner, request: DistributedUpdateWeightsReq, step: Step, refusal: str, drafts: Drafts
 ) -> DistributedUpdateWeightsOutput:
     """Executes a step of an update on this engine rank.
 
@@ -61,7 +61,7 @@ def update_weights_distributed(
     receiver = _receiver(self, request, drafts, device)
     if step == "staged":
         return receiver.staged() or _IN_PROGRESS
-    refusal = refusal or _refusal(self, request) or next(filter(None, map(_draft_refusal, drafts)), "")
+    refusal = refusal or _refusal(self, request) or next(filter(None, map(_draft_refusal, drafts.models)), "")
     if step == "stage":
         return receiver.stage(request, refusal)
     # A forward pass in flight still reads the old weights. Not every one runs in SGLang's forward_stream: without the
@@ -87,7 +87,7 @@ def share_weights(self: ModelRunner, request: ShareWeightsReq) -> DistributedUpd
 
 
 def _receiver(
-    runner: ModelRunner, request: DistributedUpdateWeightsReq, drafts: list[torch.nn.Module], device: torch.device
+    runner: ModelRunner, request: DistributedUpdateWeightsReq, drafts: Drafts, device: torch.device
 ) -> WeightReceiver:
     """Returns what receives the model's weights, with those of its drafts, or those of a LoRA adapter."""
     if request.lora is not None:
@@ -95,7 +95,7 @@ def _receiver(
 
         return lora_adapters.receiver(runner, request.lora, *engine_rank(runner))
     receiver: WeightReceiver | None = getattr(runner, _RECEIVER, None)
-    if receiver is not None and getattr(runner, _DRAFTS) != drafts:  # the sender's option has changed
+    if receiver is not None and getattr(runner, _DRAFTS) != drafts.models:  # the sender's option has changed
         receiver.close()
         vars(runner).pop(_LIVE, None)
         receiver = None
@@ -104,14 +104,14 @@ def _receiver(
         from sglang_reshard.engine.targets import TracedModel
 
         rank, size = engine_rank(runner)
-        model = TargetAndDrafts(runner.model, drafts) if drafts else runner.model
-        start = functools.partial(engine_start.engine_start, runner, drafts)
+        model = TargetAndDrafts(runner.model, drafts) if drafts.models else runner.model
+        start = functools.partial(engine_start.engine_start, runner, drafts.models)
         graphs = sglang_versions.holds_graphs(runner)
         target = TracedModel(model, expert_location.placement, start, addresses_stay=graphs)
         receiver = WeightReceiver(target, rank, size, device)
         setattr(runner, _RECEIVER, receiver)
         receivers.add(receiver)
-        setattr(runner, _DRAFTS, drafts)
+        setattr(runner, _DRAFTS, drafts.models)
     return receiver
 
 

@@ -62,7 +62,8 @@ def update_weights_distributed(
         request = envelope.open()
         writes = envelope.step in ("update", "commit")
         refusal = _refusal(self, request, writes) if envelope.step != "staged" else ""
-        drafts = draft_models.draft_models(self) if request.draft and request.lora is None else []
+        of_all = request.draft and request.lora is None
+        drafts = draft_models.drafts_of(self) if of_all else draft_models.Drafts([])
         output = self.tp_worker.update_weights_distributed(request, envelope.step, refusal, drafts)
         if writes and output.success:
             sglang_versions.record_weight_version(self, request.weight_version)

@@ -156,6 +156,12 @@ def draft_runners(worker: Any) -> list[ModelRunner]:
     return [] if runner is None else [runner]
 
 
+def hot_tokens(worker: Any) -> torch.Tensor | None:
+    """Returns the tokens that the models of a draft worker propose, int64; None if they propose all."""
+    tokens: torch.Tensor | None = getattr(getattr(worker, "draft_worker", worker), "hot_token_id", None)
+    return tokens
+
+
 # -- the model runner
 
 

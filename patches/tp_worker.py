@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
@@ -16,6 +14,8 @@ from sglang_reshard.protocol.messages import (
 if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import BaseTpWorker
 
+    from sglang_reshard.patches.draft_models import Drafts
+
 
 def apply() -> None:
     from sglang.srt.managers.tp_worker import BaseTpWorker
@@ -25,7 +25,7 @@ def apply() -> None:
 
 
 def update_weights_distributed(
-    self: BaseTpWorker, request: DistributedUpdateWeightsReq, step: Step, refusal: str, drafts: list[torch.nn.Module]
+    self: BaseTpWorker, request: DistributedUpdateWeightsReq, step: Step, refusal: str, drafts: Drafts
 ) -> DistributedUpdateWeightsOutput:
     return self.model_runner.update_weights_distributed(request, step, refusal, drafts)
 

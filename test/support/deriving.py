@@ -269,6 +269,13 @@ class FromOutside(Linear):
         return x @ (self.weight.float() if self.copy is None else self.copy)
 
 
+class Tied(Linear):
+    """Takes the weight of another layer, if it is told to."""
+
+    def share(self, other: Linear) -> None:
+        self.weight = other.weight
+
+
 class OfInputs(Linear):
     """What it keeps depends on weight and input: no run without the input makes it again."""
 

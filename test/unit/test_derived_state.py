@@ -133,6 +133,20 @@ def test_what_the_engine_has_set_is_left_and_named():
     assert "0.copy" in derived.remark
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_tensor_that_replaces_a_parameter_is_left(loaded):
+    """The head of a draft, which SGLang replaces after loading by rows of its target's. A method binds weights."""
+    layer = nn.Sequential(deriving.Tied())
+    if loaded:
+        layer.register_buffer("head", torch.ones(2, deriving.SIZE), persistent=False)
+    derived = DerivedState(layer)
+    del layer[0].weight
+    layer[0].weight = layer.head if loaded else torch.ones(2, deriving.SIZE)
+    derived.signature()
+    assert torch.equal(layer[0].weight, torch.ones(2, deriving.SIZE))
+    assert ("0.weight" in derived.remark) == (not loaded)
+
+
 def test_a_view_of_a_parameter_is_no_derived_state():
     layer = deriving.FromOutside()
     derived = DerivedState(layer)

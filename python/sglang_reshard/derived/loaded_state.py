@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_reshard.derived.laziness import is_lazy
-from sglang_reshard.derived.reachable import MISSING, Table, tables, tensors_in
+from sglang_reshard.derived.reachable import MISSING, Table, registers, tables, tensors_in
 from sglang_reshard.trace.live import storage_key
 
 _LOADED = "_reshard_loaded"  # the attribute of a model that has its LoadedState
@@ -69,7 +69,14 @@ class LoadedState:
                     found.append((table, key, was, value))
         for table, key, was, value in found:
             if any(not known.has(tensor) for tensor in tensors_in(value)):
-                yield Appeared(table, key, was, is_lazy(table, key))
+                yield Appeared(table, key, was, is_lazy(table, key) and not self._replaces_parameter(table, key))
+
+    def _replaces_parameter(self, table: Table, key: Any) -> bool:
+        """Returns whether the module had a parameter or buffer of this name: the model does not run without it."""
+        if table.kind != "attributes" or not isinstance(table.owner, torch.nn.Module):
+            return False
+        loaded = [self._known.get(id(register), (None, {}))[1] for register in registers(table.owner)]
+        return any(self._value(values, key) is _OTHER for values in loaded)
 
     @staticmethod
     def _value(before: dict[Any, Any] | int, key: Any) -> Any:

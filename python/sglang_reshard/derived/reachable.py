@@ -146,6 +146,11 @@ def tables(model: torch.nn.Module) -> Iterator[Table]:
             yield from _of_globals(sys.modules[name])
 
 
+def registers(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Returns the dictionaries that have a module's parameters and buffers."""
+    return [vars(module)[register] for register in _REGISTERS]
+
+
 def tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
     """Yields the tensors in a value: itself, or items and attributes of containers and helper objects."""
     if isinstance(value, torch.Tensor):
@@ -164,9 +169,9 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
 
 def _of_module(path: str, module: torch.nn.Module, pending: deque[Any]) -> Iterator[Table]:
     attributes = vars(module)
-    for register in _REGISTERS:
-        yield Table(path, module, attributes[register], "attributes")
-        _follow(path, attributes[register].items(), module, 0, pending)
+    for register in registers(module):
+        yield Table(path, module, register, "attributes")
+        _follow(path, register.items(), module, 0, pending)
     yield Table(path, module, attributes, "attributes")
     _follow(path, ((k, v) for k, v in attributes.items() if k not in OWN_ATTRIBUTES), module, 0, pending)
 

@@ -122,6 +122,11 @@ def built_module(module: torch.nn.Module) -> BuiltModule | None:
     return vars(module).get(_BUILT)
 
 
+def forget(module: torch.nn.Module) -> None:
+    """Must be called if a module's parameters are no longer loaded and post-processed."""
+    vars(module).pop(_BUILT, None)
+
+
 @contextmanager
 def modules_as_built(modules: Sequence[tuple[torch.nn.Module, BuiltModule]]) -> Iterator[frozenset[int]]:
     """In its block the modules are as they were built. Yields the storages of their parameters, by `storage_key`."""

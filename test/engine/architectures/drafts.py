@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.patches.draft_models import OWN, TargetAndDrafts
+from sglang_reshard.patches.draft_models import OWN, Drafts, TargetAndDrafts
 from support.checkpoints import DRAFT, read_weights
 from support.sglang_state import published_arguments
 
@@ -16,7 +16,7 @@ from support.sglang_state import published_arguments
 def with_draft(target: torch.nn.Module, folder: str) -> torch.nn.Module:
     """The target and the draft of this checkpoint, in a process that holds the target."""
     own = Path(folder) / DRAFT
-    return TargetAndDrafts(target, [draft_of(target, str(own if own.exists() else folder))])
+    return TargetAndDrafts(target, Drafts([draft_of(target, str(own if own.exists() else folder))]))
 
 
 def sent_with_draft(folder: str) -> dict[str, torch.Tensor]:

@@ -31,14 +31,17 @@ def updates(job: dict[str, Any]) -> list[dict[str, Any]]:
     """
     folder, image = Path(job["folder"]), job["image"]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    cpu_host.activate(1)
+    server = job["server"]
+    cpu_host.activate(server.get("tp_size", 1))
     os.environ[SERVE_DUMMY] = "1"  # what it says before the first update is compared, too
-    engine = VerlEngine(device_mesh_cpu=mesh, timeout_s=180, **arguments(folder / "1", image, load_format="dummy"))
+    engine = VerlEngine(
+        device_mesh_cpu=mesh, timeout_s=180, **arguments(folder / "1", image, load_format="dummy", **server)
+    )
 
     def digests(number: int) -> list[dict[str, str]]:
         return [] if engine.engine is None else read_live_digests(engine.engine, folder / f"digests-{number}")
 
-    seen: list[dict[str, Any]] = [{**said(engine.generate, image), "digests": digests(0)}]
+    seen: list[dict[str, Any]] = [{**said(engine.generate, job), "digests": digests(0)}]
     state = sharded(folder / "1", mesh)
     for number, step in enumerate(job["steps"], 1):
         for name, tensor in sharded(folder / step["version"], mesh).items():  # in place, as an optimizer writes
@@ -49,23 +52,24 @@ def updates(job: dict[str, Any]) -> list[dict[str, Any]]:
         except ReshardError as error:
             seen.append({"refusal": str(error), "digests": digests(number)})
         else:
-            seen.append({"kept": report.kept, **said(engine.generate, image), "digests": digests(number)})
+            seen.append({"kept": report.kept, **said(engine.generate, job), "digests": digests(number)})
     engine.shutdown()
     return seen
 
 
 def by_stock(job: dict[str, Any]) -> dict[str, Any]:
     """Returns what is seen of an engine that SGLang starts on the checkpoint, without the plugin."""
-    cpu_host.activate(1)  # before SGLang's first import
+    server = job["server"]
+    cpu_host.activate(server.get("tp_size", 1))  # before SGLang's first import
     from sglang.srt.entrypoints.engine import Engine
 
     from sglang_reshard.patches.engine import end
     from sglang_reshard.patches.launch import without_torchrun_variables
 
     with without_torchrun_variables():
-        engine = Engine(**arguments(Path(job["checkpoint"]), job["image"]))
+        engine = Engine(**arguments(Path(job["checkpoint"]), job["image"], **server))
     assert not hasattr(engine, "update_weights_distributed"), "the plugin was loaded"
-    seen = said(engine.generate, job["image"])
+    seen = said(engine.generate, job)
     seen["digests"] = read_live_digests(engine, Path(job["folder"]) / "digests")
     end(engine)
     return seen
@@ -73,19 +77,15 @@ def by_stock(job: dict[str, Any]) -> dict[str, Any]:
 
 def arguments(checkpoint: Path, image: str, **options: Any) -> dict[str, Any]:
     of_images = {"mm_attention_backend": "sdpa"} if image else {"skip_tokenizer_init": True}
-    return cpu_host.engine_arguments(
-        model_path=str(checkpoint),
-        tp_size=1,
-        dtype="bfloat16",
-        custom_weight_loader=[LOADER],
-        log_level="warning",
-        **of_images,
-        **options,
-    )
+    of_all = {"tp_size": 1, "dtype": "bfloat16", "log_level": "warning", "custom_weight_loader": [LOADER]}
+    return cpu_host.engine_arguments(model_path=str(checkpoint), **{**of_all, **of_images, **options})
 
 
-def said(generate: Callable[..., Any], image: str) -> dict[str, Any]:
-    """Returns the tokens that an engine generates, and their log-probabilities."""
+def said(generate: Callable[..., Any], job: dict[str, Any]) -> dict[str, Any]:
+    """Returns the tokens that an engine generates, and their log-probabilities; nothing of one that cannot on a CPU."""
+    if not job["generates"]:
+        return {"tokens": [], "logprobs": []}
+    image = job["image"]
     asked: dict[str, Any] = {"prompt": [PROMPT], "image_data": [image]} if image else {"input_ids": PROMPTS}
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     outputs = generate(sampling_params=sampling, return_logprob=True, **asked)

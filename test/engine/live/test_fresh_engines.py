@@ -78,15 +78,20 @@ def test_a_frozen_tower_stays_once_it_has_been_sent(staged: bool, tmp_path: Path
     assert_is_fresh(third, fresh, dummy, first, second)
 
 
-def seen(folder: Path, steps: list[Any], checkpoint: Path, image: str = "") -> list[dict[str, Any]]:
-    """Returns what is seen of an engine on dummy weights and after each step, and last of one on the checkpoint."""
+def seen(
+    folder: Path, steps: list[Any], checkpoint: Path, image: str = "", *, generates: bool = True, **server: Any
+) -> list[dict[str, Any]]:
+    """Returns what is seen of an engine on dummy weights and after each step, and last of one on the checkpoint.
+
+    generates  they are asked for tokens
+    server     arguments of both engines
+    """
     stock = folder / "stock"
     stock.mkdir()
+    both = {"image": image, "generates": generates, "server": server}
     without_plugin = {"SGLANG_PLUGINS": "somebody-elses"}
-    updated: list[dict[str, Any]] = run_trainers(2, "fresh_job:updates", folder, steps=steps, image=image)[0]
-    fresh = run_trainers(
-        1, "fresh_job:by_stock", stock, environment=without_plugin, checkpoint=str(checkpoint), image=image
-    )
+    updated: list[dict[str, Any]] = run_trainers(2, "fresh_job:updates", folder, steps=steps, **both)[0]
+    fresh = run_trainers(1, "fresh_job:by_stock", stock, environment=without_plugin, checkpoint=str(checkpoint), **both)
     return updated + fresh
 
 

@@ -1,0 +1,89 @@
+"""Options of SGLang that decide which weights a rank has, or how: what two updates leave is what a start leaves.
+
+The engine that starts on the checkpoint has the same options, and is SGLang without the plugin. Some of these engines
+generate only on GPUs; of them every live tensor of every rank is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.checkpoints import write_checkpoint
+from support.sglangs import chosen
+from support.tiny_qwen3_vl import write_qwen3_vl
+from test_fresh_engines import assert_is_fresh, seen, step
+
+pytestmark = [pytest.mark.engine, pytest.mark.sweep]
+BOTH = ("pinned", "newest")
+TP, EP, DP = {"tp_size": 2}, {"tp_size": 2, "ep_size": 2}, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+IN_CHUNKS = {"chunked_prefill_size": 4, "enable_mixed_chunk": True, "page_size": 4, "attention_backend": "triton"}
+GENERATE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("Qwen3ForCausalLM", {"enable_fp32_lm_head": True}, BOTH),
+    ("Qwen3ForCausalLM", {"kv_cache_dtype": "fp8_e5m2"}, ("pinned",)),
+    ("Qwen3ForCausalLM", {"model_impl": "transformers"}, ("pinned",)),
+    ("Qwen3ForCausalLM", {"model_impl": "transformers", **TP}, BOTH),
+    ("Qwen3ForCausalLM", {"disable_overlap_schedule": False}, ("pinned",)),
+    ("Qwen3ForCausalLM", {"enable_streaming_session": True}, ("pinned",)),
+    ("Qwen3ForCausalLM", IN_CHUNKS, ("pinned",)),
+    ("Glm4MoeForCausalLM", {"disable_shared_experts_fusion": True, **TP}, ("pinned",)),
+]
+WEIGHTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("Qwen3ForCausalLM", {"enable_dp_lm_head": True, **DP}, BOTH),
+    ("Glm4MoeForCausalLM", {"moe_dense_tp_size": 1, **DP}, BOTH),
+    ("Qwen3MoeForCausalLM", {"ep_num_redundant_experts": 2, **EP}, BOTH),
+    ("Qwen3MoeForCausalLM", {"init_expert_location": "permuted", **EP}, ("pinned",)),
+    ("Qwen3VLForConditionalGeneration", {"mm_enable_dp_encoder": True, **TP}, ("pinned",)),
+]
+
+
+def cases(options: list[tuple[str, dict[str, Any], tuple[str, ...]]]) -> list[Any]:
+    return [
+        pytest.param(writer, server, sglang, id=f"{sglang}-{next(iter(server))}-{server.get('tp_size', 1)}")
+        for writer, server, versions in options
+        for sglang in versions
+    ]
+
+
+@pytest.mark.parametrize(("writer", "server", "sglang"), cases(GENERATE))
+def test_it_says_what_a_fresh_engine_says(writer: str, server: dict[str, Any], sglang: str, tmp_path: Path) -> None:
+    dummy, first, second, fresh = updated_and_fresh(writer, server, sglang, tmp_path)
+    assert_is_fresh(second, fresh, dummy, first)
+
+
+@pytest.mark.parametrize(("writer", "server", "sglang"), cases(WEIGHTS))
+def test_it_has_the_weights_of_a_fresh_engine(writer: str, server: dict[str, Any], sglang: str, tmp_path: Path) -> None:
+    _, first, second, fresh = updated_and_fresh(writer, server, sglang, tmp_path, generates=False)
+    assert second["digests"] == fresh["digests"] != first["digests"]
+
+
+def updated_and_fresh(
+    writer: str, server: dict[str, Any], sglang: str, folder: Path, **options: Any
+) -> list[dict[str, Any]]:
+    for version in ("1", "2"):
+        if writer == "Qwen3VLForConditionalGeneration":
+            write_qwen3_vl(folder / version, int(version), torch.bfloat16)
+        else:
+            write_checkpoint(writer, folder / version, seed=int(version))
+    if "init_expert_location" in server:
+        server = server | {"init_expert_location": str(write_placement(folder))}
+    with chosen(sglang), pytest.MonkeyPatch.context() as patch:
+        if server.get("attention_backend") == "triton":
+            patch.setenv("TRITON_INTERPRET", "1")
+        return seen(folder, [step("1"), step("2", staged=True)], folder / "2", **options, **server)
+
+
+def write_placement(folder: Path) -> Path:
+    """A random order of the experts of each layer."""
+    config = json.loads((folder / "1" / "config.json").read_text())
+    experts, layers = config["num_local_experts"], config["num_hidden_layers"]
+    drawn = random.Random(1)
+    placement = [drawn.sample(range(experts), experts) for _ in range(layers)]
+    file = folder / "placement.json"
+    file.write_text(json.dumps({"physical_to_logical_map": placement}))
+    return file
