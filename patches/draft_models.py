@@ -13,6 +13,7 @@ import torch
 
 from sglang_reshard.patches import sglang_versions
 from sglang_reshard.trace import built_modules
+from sglang_reshard.trace.live import storage_key
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -66,6 +67,7 @@ class TargetAndDrafts(torch.nn.Module):
         self.target, self.draft_models = target, torch.nn.ModuleList(drafts.models)
         tokens = drafts.hot_tokens
         found = [] if tokens is None else [_HotTokens(target, draft, tokens) for draft in drafts.models]
+        _forget_shared(target, drafts.models)
         self.hot_tokens = torch.nn.ModuleList(copies for copies in found if copies.exist)
 
     def load_weights(self, weights: _Weights) -> None:
@@ -87,6 +89,22 @@ class TargetAndDrafts(torch.nn.Module):
             copies.post_load_weights()  # type: ignore[operator]
 
 
+def _forget_shared(target: torch.nn.Module, drafts: Iterable[torch.nn.Module]) -> None:
+    """Forgets how draft modules were built whose weights SGLang has replaced by parts of the target's weights."""
+    memory = {storage_key(parameter) for parameter in target.parameters()}
+    for draft in drafts:
+        for module in draft.modules():
+            weight = _replacement(module)
+            if weight is not None and storage_key(weight) in memory:
+                built_modules.forget(module)
+
+
+def _replacement(module: torch.nn.Module) -> torch.Tensor | None:
+    """Returns the tensor that has replaced the parameter `weight`: torch keeps it among the attributes."""
+    weight = vars(module).get("weight")
+    return weight if isinstance(weight, torch.Tensor) else None
+
+
 class _HotTokens(torch.nn.Module):
     """The copies that SGLang makes at the start for a draft that proposes only some tokens.
 
@@ -103,8 +121,8 @@ class _HotTokens(torch.nn.Module):
         self.register_buffer("tokens", tokens, persistent=False)
         self.register_buffer("head", None, persistent=False)
         for module in draft.modules():
-            weight = vars(module).get("weight")  # a tensor that replaces the parameter is an attribute
-            if isinstance(weight, torch.Tensor) and len(weight) == len(tokens):
+            weight = _replacement(module)
+            if weight is not None and len(weight) == len(tokens):
                 built_modules.forget(module)
                 self.head = weight
 

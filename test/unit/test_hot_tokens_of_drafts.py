@@ -92,6 +92,21 @@ def test_the_head_is_made_of_the_new_rows_where_it_is():
     assert derived.remark == ""
 
 
+def test_a_draft_follows_whose_head_is_a_part_of_the_targets():
+    """As Gemma's is with tensor parallelism: the target keeps whole vocabularies, and its draft does not."""
+    target = Model()
+    draft = as_started(target)
+    draft.lm_head.weight = target.lm_head.weight[2:5]
+    both = TargetAndDrafts(target, Drafts([draft]))
+    derived = DerivedState(both)
+    derived.signature()
+    given = weights()
+    replay(trace(both, specs_of(given)), given, derived)
+    assert torch.equal(draft.lm_head.weight, given["lm_head.weight"][2:5])
+    assert torch.equal(target.lm_head.weight, given["lm_head.weight"])
+    assert derived.remark == ""
+
+
 def test_a_draft_that_is_refused_for_a_missing_tensor_keeps_its_head():
     target = Model()
     draft = as_started(target)

@@ -22,10 +22,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
 
 def test_target_and_draft_are_what_stock_loading_leaves(found: list[list[Any]]) -> None:
     outcomes = {(name, rank): finding for name, rank, without, finding in found if not without}
-    assert len(outcomes) == 8
+    assert len(outcomes) == 10
     assert {key: of["outcome"] for key, of in outcomes.items()} == dict.fromkeys(outcomes, "passed"), outcomes
     eagles = {key: of for key, of in outcomes.items() if "Eagle" in key[0]}
-    assert len(eagles) == 4
+    assert len(eagles) == 6
     assert all(of["copies"] > (30 if key in eagles else 100) for key, of in outcomes.items())
 
 
