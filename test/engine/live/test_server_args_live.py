@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.sweep]
 BOTH = ("pinned", "newest")
 TP, EP, DP = {"tp_size": 2}, {"tp_size": 2, "ep_size": 2}, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
 IN_CHUNKS = {"chunked_prefill_size": 4, "enable_mixed_chunk": True, "page_size": 4, "attention_backend": "triton"}
+LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras_per_batch": 1, "lora_backend": "torch_native"}
+WRAPPED = {**LORA, "lora_target_modules": ["q_proj", "o_proj", "embed_tokens", "lm_head"]}
 GENERATE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("Qwen3ForCausalLM", {"enable_fp32_lm_head": True}, BOTH),
     ("Qwen3ForCausalLM", {"kv_cache_dtype": "fp8_e5m2"}, ("pinned",)),
@@ -31,6 +33,7 @@ GENERATE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("Qwen3ForCausalLM", {"disable_overlap_schedule": False}, ("pinned",)),
     ("Qwen3ForCausalLM", {"enable_streaming_session": True}, ("pinned",)),
     ("Qwen3ForCausalLM", IN_CHUNKS, ("pinned",)),
+    ("Qwen3ForCausalLM", {**WRAPPED, **TP}, ("pinned",)),
     ("Glm4MoeForCausalLM", {"disable_shared_experts_fusion": True, **TP}, ("pinned",)),
 ]
 WEIGHTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
