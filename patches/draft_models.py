@@ -93,16 +93,19 @@ def _forget_shared(target: torch.nn.Module, drafts: Iterable[torch.nn.Module]) -
     """Forgets how draft modules were built whose weights SGLang has replaced by parts of the target's weights."""
     memory = {storage_key(parameter) for parameter in target.parameters()}
     for draft in drafts:
-        for module in draft.modules():
-            weight = _replacement(module)
-            if weight is not None and storage_key(weight) in memory:
+        for module, weight in _replaced(draft):
+            if storage_key(weight) in memory:
                 built_modules.forget(module)
 
 
-def _replacement(module: torch.nn.Module) -> torch.Tensor | None:
-    """Returns the tensor that has replaced the parameter `weight`: torch keeps it among the attributes."""
-    weight = vars(module).get("weight")
-    return weight if isinstance(weight, torch.Tensor) else None
+def _replaced(draft: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.Tensor]]:
+    """Yields the modules whose parameter `weight` SGLang has replaced by a tensor, and the tensor.
+
+    torch keeps such a tensor among the attributes.
+    """
+    for module in draft.modules():
+        if isinstance(weight := vars(module).get("weight"), torch.Tensor):
+            yield module, weight
 
 
 class _HotTokens(torch.nn.Module):
@@ -120,9 +123,8 @@ class _HotTokens(torch.nn.Module):
         self._models = target, draft  # a tuple, so that they do not become children of this module
         self.register_buffer("tokens", tokens, persistent=False)
         self.register_buffer("head", None, persistent=False)
-        for module in draft.modules():
-            weight = _replacement(module)
-            if weight is not None and len(weight) == len(tokens):
+        for module, weight in _replaced(draft):
+            if len(weight) == len(tokens):
                 built_modules.forget(module)
                 self.head = weight
 

@@ -98,12 +98,11 @@ class DerivedState:
                 key = id(found.table.identity), found.key
                 if key in self._judged or (_is_global(found.table) and not self._resembles_weights(found)):
                     continue
-                if not found.lazy and _storages(found) <= weights:
+                if not found.lazy:
                     self._judged.add(key)
-                elif not found.lazy:
-                    self._judged.add(key)
-                    self._unknown.append(found.path)
-                    logger.warning("%s was set after loading; updates do not write it", found.path)
+                    if not _storages(found) <= weights:
+                        self._unknown.append(found.path)
+                        logger.warning("%s was set after loading; updates do not write it", found.path)
                 elif self._addresses_stay:
                     self._judge_in_place(found, weights - _storages(found))
                     self._judged.add(key)

@@ -14,20 +14,7 @@ import torch
 # Methods that run once, when a model is built and loaded.
 ONCE = ("__init__", "__new__", "__setstate__", "load_", "post_load", "process_weights", "create_weights", "_load_")
 # Methods that somebody else calls, once. Only others of the class may count on them.
-SETUP = (
-    "init",
-    "_init",
-    "set_",
-    "setup",
-    "bind",
-    "configure",
-    "capture",
-    "reserve",
-    "prepare",
-    "register",
-    "reset",
-    "tie_",
-)
+SETUP = ("init", "_init", "set_", "setup", "bind", "configure", "capture", "reserve", "prepare", "register", "reset")
 _BASES = (object, torch.nn.Module)
 _BY_STRING = {"setattr", "getattr", "hasattr", "register_buffer", "__dict__"}
 _INTO_CONTAINER = {"setdefault", "append", "update", "insert", "extend", "add"}

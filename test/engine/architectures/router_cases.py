@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from examination import begin
 from oracle.digests import digest
 from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
-from sglang_reshard.cli.plan.sglang_model import build_rank, choose_code_paths, import_before_forks
+from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.derived import DerivedState
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.folded import flags_of, label
@@ -77,9 +78,7 @@ def compressor_flags() -> list[str]:
 
 
 def main(folder: str) -> None:
-    choose_code_paths(1, gpu=False)
-    torch.set_num_threads(1)
-    import_before_forks()
+    begin(1, gpu=False)
     jobs = [Job(a, kind, f"{folder}/{a}") for a in ROUTERS for kind in ("fresh", "dropped", "in place")]
     for job, found in run_in_forks(routed, jobs, processes=2, deadline_seconds=300):
         answer(json.dumps([job.architecture, job.kind, found]))

@@ -35,6 +35,15 @@ def write_each(model: torch.nn.Module, named_tensors: Any) -> None:
     (path / f"{len(list(path.iterdir()))}.json").write_text(json.dumps(digests(model)))
 
 
+def live_digests(engine: Any, folder: Path) -> list[dict[str, str]]:
+    """The digests of the draft's tensors, and of the target's. They are written to `folder`, which is made."""
+    folder.mkdir()
+    message = torch.tensor(list(str(folder.resolve()).encode()), dtype=torch.uint8)
+    ok, why = engine.update_weights_from_tensor([("folder", message)], load_format=LOADER, flush_cache=False)
+    assert ok, why
+    return [json.loads((folder / f"{n}.json").read_text()) for n in range(2)]
+
+
 def updates(job: dict[str, Any]) -> dict[str, Any]:
     """The live digests, [draft, target], after each of four updates; the trainer's are saved as checkpoints."""
     folder = Path(job["folder"])
@@ -55,11 +64,7 @@ def updates(job: dict[str, Any]) -> dict[str, Any]:
         )
 
     def live(name: str) -> list[dict[str, str]]:
-        (folder / name).mkdir()
-        message = torch.tensor(list(str((folder / name).resolve()).encode()), dtype=torch.uint8)
-        ok, why = engine.update_weights_from_tensor([("folder", message)], load_format=LOADER, flush_cache=False)
-        assert ok, why
-        return [json.loads((folder / name / f"{n}.json").read_text()) for n in range(2)]
+        return live_digests(engine, folder / name)
 
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
     trainers = [Trainer(tiny_model.config(1, 1), mesh) for _ in range(2)]
