@@ -9,6 +9,7 @@ A request of an update passes:
     embedded_engine_guard.py    keeps the trainer alive, and raises EngineDied, if a process of its engine dies
     tokenizer_manager.py        validation, pause and writer locks, weight_version
     schedulers.py               asks the schedulers, and waits for the answer of all
+    prefill_decode.py           refuses a prefill or a decode server that is not paused
     weights_info.py             records which weights are live
     snapshot_loads.py           POST /load_snapshot: a snapshot of a folder, never an earlier one than is live
     stock_weights.py            notes when SGLang itself loads or releases them all, and when there are none yet

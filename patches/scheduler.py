@@ -7,7 +7,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.patches import cache_versions, draft_models, hook_check, metrics, sglang_versions
+from sglang_reshard.patches import (
+    cache_versions,
+    draft_models,
+    hook_check,
+    metrics,
+    prefill_decode,
+    sglang_versions,
+)
 from sglang_reshard.patches.engine_rank import engine_rank
 from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
 from sglang_reshard.patches.pipeline import PipelineStage
@@ -97,13 +104,23 @@ def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq, writes:
     _drop_finished_requests(scheduler)
     with _without_waiting_requests(scheduler):
         idle = scheduler.is_fully_idle()
-    if writes and request.flush_cache and not idle:
-        return (
-            f"the cache cannot be flushed: {_running_requests(scheduler)} requests are running. Pause with "
-            "mode='abort' or mode='retract', pass abort_all_requests=True, or pass flush_cache='by_version', with "
-            "which running requests alone keep the cache of the old weights"
-        )
+    between = prefill_decode.between_servers(scheduler)
+    if writes and request.flush_cache and (between or not idle):
+        return _not_flushed(_running_requests(scheduler), between)
     return ""
+
+
+def _not_flushed(running: int, between: int) -> str:
+    if between:
+        return (
+            f"the cache cannot be flushed: {running} requests are running, and {between} are between the prefill and "
+            "the decode server. Pause both with mode='abort'"
+        )
+    return (
+        f"the cache cannot be flushed: {running} requests are running. Pause with mode='abort' or mode='retract', "
+        "pass abort_all_requests=True, or pass flush_cache='by_version', with which running requests alone keep the "
+        "cache of the old weights"
+    )
 
 
 def _offloaded(scheduler: Scheduler) -> str:

@@ -16,6 +16,7 @@ from sglang_reshard.patches import (
     hook_check,
     lora_names,
     metrics,
+    prefill_decode,
     sglang_versions,
     stock_weights,
     torn_weights,
@@ -156,6 +157,8 @@ async def _update(
         if paused:
             output = await _write(self, request, step, caller)
     if not paused:
+        if refusal := prefill_decode.refusal(self, request):  # the pause has been lifted since `_refusal`
+            return DistributedUpdateWeightsOutput(success=False, message=refusal)
         async with self.model_update_lock.writer_lock:
             output = await _write(self, request, step, caller)
     return output
@@ -217,6 +220,8 @@ async def _missing_patches(self: TokenizerManager, timeout_s: float) -> str:
 def _refusal(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> str:
     """Returns why the update is refused before the schedulers are asked; empty if it is not."""
     if reason := unsupported_reason(manager.server_args):
+        return reason
+    if reason := prefill_decode.refusal(manager, request):
         return reason
     if request.staged and manager.server_args.pp_size > 1:
         return (

@@ -169,3 +169,41 @@ def test_staging_that_is_not_answered_leaves_the_weights_as_they_are(engine_clas
         assert (answer.json()["torn"], engine.torn, engine.under_way) == (False, "", "")
 
     run(ask())
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_prefill_or_a_decode_server_is_updated_only_while_it_is_paused(engine_class, mode):
+    """Whether the requests of one server run on the other one, it cannot see."""
+
+    async def ask():
+        engine = engine_class(lambda _: Output(success=True, message=""))
+        engine.server_args.disaggregation_mode = mode
+        async with engine.client() as client:
+            for body in (BODY, {**BODY, "abort_all_requests": True}, {**BODY, "staged": True}):
+                answer = await client.post(UPDATE, json=body)
+                assert (answer.status_code, engine.asked, engine.torn) == (400, [], "")
+                assert f"the {mode} server is not paused" in answer.json()["message"]
+            assert (await client.post(UPDATE, json={**BODY, "flush_cache": False})).status_code == 200
+            engine.is_pause = True
+            assert (await client.post(UPDATE, json={**BODY, "weight_version": "8"})).status_code == 200
+        assert engine.versions == ["7", "8"]
+
+    run(ask())
+
+
+def test_a_pause_that_is_lifted_before_staged_weights_are_written_is_noticed(engine_class):
+    async def ask():
+        engine = engine_class()
+
+        def answer(_):
+            engine.is_pause = False
+            return Output(success=True, message="")
+
+        engine.server_args.disaggregation_mode, engine.is_pause, engine.answer = "decode", True, answer
+        async with engine.client() as client:
+            answered = await client.post(UPDATE, json={**BODY, "staged": True})
+        assert "the decode server is not paused" in answered.json()["message"]
+        assert [asked.step for asked in engine.asked] == ["stage", "staged"]
+        assert (engine.torn, engine.versions) == ("", [])
+
+    run(ask())

@@ -40,6 +40,7 @@ class Engine:
         )
         self.server_args = SimpleNamespace(
             pp_size=1,
+            disaggregation_mode="null",
             dp_size=1,
             nnodes=1,
             enable_lora=False,
