@@ -29,7 +29,7 @@ from support.nixl_env import use_nixl
 from support.several_engines import name_of, place, sends_of, several_engines_sender
 
 CPU = torch.device("cpu")
-TRAINERS, TIMEOUT_S = 2, 20.0
+TRAINERS, TIMEOUT_S = 2, 60.0
 FAULTY_RANK = 1  # of the trainer, and of the engine that fails
 
 
