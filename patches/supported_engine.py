@@ -62,12 +62,24 @@ def unsupported_reason(server_args: Any) -> str:
     return ""
 
 
+def unreached(server_args: Any) -> str:
+    """Returns which weights of other servers the engine's answers depend on; empty if on none."""
+    if getattr(server_args, "language_only", False):
+        return (
+            "encoder servers compute the embeddings of images for this engine, and an update does not reach their "
+            "weights: restart them on a checkpoint if the vision tower has changed"
+        )
+    return ""
+
+
 def warn_if_unsupported(server_args: Any) -> None:
-    """Logs at startup why the first update would be refused. The engine may still serve without updates."""
+    """Logs at startup why updates would be refused, or which weights they do not reach. The engine may serve anyway."""
     if reason := unsupported_reason(server_args):
-        _warn(reason)
+        _warn(f"This engine serves, but sglang-reshard cannot update its weights: {reason}")
+    elif reason := unreached(server_args):
+        _warn(f"This engine can be updated, but only in part: {reason}")
 
 
 @functools.cache
-def _warn(reason: str) -> None:
-    logger.warning("This engine serves, but sglang-reshard cannot update its weights: %s", reason)
+def _warn(message: str) -> None:
+    logger.warning(message)

@@ -24,7 +24,7 @@ from sglang_reshard.patches import (
 )
 from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqOutput
 from sglang_reshard.patches.schedulers import ask_schedulers, asked, is_answered, silence, together
-from sglang_reshard.patches.supported_engine import unsupported_reason
+from sglang_reshard.patches.supported_engine import unreached, unsupported_reason
 from sglang_reshard.patches.update_observer import observed
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
@@ -193,6 +193,8 @@ async def _write(
                 torn_weights.heal(self)
                 stock_weights.written(self)
                 output = weights_info.record(self, request, output)
+                messages = output.message, unreached(self.server_args)
+                output = msgspec.structs.replace(output, message="; ".join(filter(None, messages)))
             else:
                 await lora_names.updated(self, request.lora)
             self._update_weight_version_if_provided(request.weight_version)

@@ -207,3 +207,17 @@ def test_a_pause_that_is_lifted_before_staged_weights_are_written_is_noticed(eng
         assert (engine.torn, engine.versions) == ("", [])
 
     run(ask())
+
+
+def test_the_report_says_that_an_update_does_not_reach_encoder_servers(engine_class):
+    """Two servers compute an answer about an image: SGLang's encoder server has no endpoint for an update."""
+
+    async def ask():
+        engine = engine_class(lambda _: Output(success=True, message="tensors were left out"))
+        engine.server_args.language_only = True
+        async with engine.client() as client:
+            answer = await client.post(UPDATE, json=BODY)
+        assert answer.status_code == 200
+        assert answer.json()["message"].startswith("tensors were left out; encoder servers compute the embeddings")
+
+    run(ask())

@@ -67,6 +67,14 @@ def test_the_log_of_the_start_says_it_once(told: pytest.LogCaptureFixture) -> No
     assert "cannot update its weights: use_ray" in message
 
 
+def test_the_log_of_the_start_says_what_updates_do_not_reach(told: pytest.LogCaptureFixture) -> None:
+    warn_if_unsupported(arguments(language_only=False))
+    assert told.messages == []
+    warn_if_unsupported(arguments(language_only=True))
+    (message,) = told.messages
+    assert "can be updated, but only in part: encoder servers" in message
+
+
 @pytest.mark.parametrize("call", ["by position", "by name"])
 def test_it_is_said_when_processes_are_launched(told: pytest.LogCaptureFixture, call: str) -> None:
     """SGLang hands on the arguments either way."""
