@@ -23,7 +23,8 @@ A request of an update passes:
     repacking.py                whose modules are remembered as SGLang built them, before it repacked them
     engine_start.py             how the engine was started; spares persistent buffers on dummy weights
     expert_location.py          which expert is where, which EPLB changes
-    draft_models.py             with the draft models of speculative decoding
+    draft_models.py             with the draft models of speculative decoding, and their workers' copies
+                                (draft_copies.py)
     lora_adapters.py            or a LoRA adapter, which lora_names.py registers: also by a `WeightReceiver`;
                                 lora_missing_experts.py clears the experts that it lacks
 

@@ -30,6 +30,10 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "ple_offload_embedding": (None, _ELSEWHERE),
     "kt_weight_path": (None, _ELSEWHERE),
     "dwdp_size": (1, _ELSEWHERE),
+    "dcp_replicate_q_proj": (
+        False,
+        "each rank gathers the query projections of all ranks when it starts, and decodes with these; turn it off",
+    ),
     "torchao_config": (
         "",
         "weights are quantized after loading, which an update cannot redo; leave it out",

@@ -130,9 +130,9 @@ def test_the_workers_copy_of_an_eagle_3_s_tokens_follows_and_its_head_is_its_own
 
 @pytest.mark.parametrize("of_worker", [lambda w: w, lambda w: SimpleNamespace(draft_worker=w)], ids=["tp", "own"])
 def test_workers_of_both_generations_say_which_tokens(of_worker):
-    runner = SimpleNamespace(model=Model())
+    runner = SimpleNamespace(model=Model(), draft_model_idx=2)
     worker = of_worker(SimpleNamespace(model_runner=runner, hot_token_id=TOKENS))
     algorithm = SimpleNamespace(is_ngram=lambda: False)
     found = drafts_of(SimpleNamespace(draft_worker=worker, spec_algorithm=algorithm))
-    assert found.models == [runner.model]
+    assert (found.models, found.layers) == ([runner.model], [2])
     assert found.hot_tokens is TOKENS

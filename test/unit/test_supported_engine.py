@@ -46,6 +46,7 @@ def test_an_engine_that_can_be_updated(options: dict[str, Any]) -> None:
         ({"weight_cache_mode": "client"}, "weight_cache_mode=client"),
         ({"kt_weight_path": "/experts"}, "kt_weight_path=/experts"),
         ({"enable_flexkv": True}, "enable_flexkv: "),
+        ({"dcp_replicate_q_proj": True}, "dcp_replicate_q_proj: "),
     ],
 )
 def test_a_mode_that_cannot_work_is_named(options: dict[str, Any], names: str) -> None:

@@ -26,8 +26,8 @@ def sent_with_draft(folder: str) -> dict[str, torch.Tensor]:
     return read_weights(folder) | {OWN + name: tensor for name, tensor in drafts.items()}
 
 
-def draft_of(target: Any, folder: str) -> torch.nn.Module:
-    """As SGLang's draft worker builds it, in a process that holds `target`."""
+def draft_of(target: Any, folder: str, layer: int = 0, load_format: str = "dummy") -> torch.nn.Module:
+    """As SGLang's draft worker builds it, in a process that holds `target`. `layer`: of a draft of several."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -37,9 +37,11 @@ def draft_of(target: Any, folder: str) -> torch.nn.Module:
     config = ModelConfig.from_server_args(published_arguments(), model_path=folder, is_draft_model=True)
     # Of a draft of several layers, each of which is a model.
     takes_number = "draft_model_idx" in inspect.signature(get_model_architecture(config)[0]).parameters
-    load = LoadConfig(load_format="dummy", draft_model_idx=0 if takes_number else None)
+    load = LoadConfig(load_format=load_format, draft_model_idx=layer if takes_number else None)
     draft: Any = get_model(model_config=config, load_config=load, device_config=DeviceConfig("cpu", 0))
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None  # for a GPU, of which the next line frees memory
+    if not hasattr(draft, "set_embed_and_head"):  # it is given embeddings
+        return draft
     embedding, head = target.get_embed_and_head()
     if isinstance(getattr(draft, "hot_token_id", 0), int) or draft.load_lm_head_from_target:
         draft.set_embed_and_head(embedding, head)
