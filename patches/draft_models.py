@@ -44,8 +44,8 @@ def drafts_of(scheduler: Scheduler) -> Drafts:
         return Drafts([])
     runners = sglang_versions.draft_runners(worker)
     layers = [runner.draft_model_idx for runner in runners]
-    fused = getattr(worker, "_fused_kv_helper", None)
-    return Drafts([runner.model for runner in runners], sglang_versions.hot_tokens(worker), layers, fused)
+    models, fused = [runner.model for runner in runners], sglang_versions.fused_keys_and_values(worker)
+    return Drafts(models, sglang_versions.hot_tokens(worker), layers, fused)
 
 
 def unknown_reason(scheduler: Scheduler) -> str:

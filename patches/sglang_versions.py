@@ -162,6 +162,11 @@ def hot_tokens(worker: Any) -> torch.Tensor | None:
     return tokens
 
 
+def fused_keys_and_values(worker: Any) -> Any:
+    """Returns the `FusedKVMaterializeHelper` of a DFLASH draft worker, which it has on GPUs; None of other workers."""
+    return getattr(worker, "_fused_kv_helper", None)
+
+
 # -- the model runner
 
 
