@@ -12,10 +12,10 @@ from sglang_reshard.trace import built_modules
 from sglang_reshard.trace.live import storage_key
 
 
-def not_renewed(worker: Any, server_args: Any) -> str:
-    """Returns why an update would leave copies of old weights in a draft worker; empty if it would not.
+def not_renewed(worker: Any, models: Iterable[torch.nn.Module], server_args: Any) -> str:
+    """Returns why an update would leave copies of old weights in a draft worker or its models; empty if it would not.
 
-    Both are DFLASH workers' from 0.5.23 or so.
+    They are workers of DFLASH and DSPARK, from 0.5.23 or so.
     """
     if getattr(worker, "_full_embed_gpu", None) is not None:
         return (
@@ -27,6 +27,11 @@ def not_renewed(worker: Any, server_args: Any) -> str:
         return (
             f"SGLang has written {folder}/mask_embedding.pt to a row of the target's embedding, and an update would "
             "overwrite the row; write it to the embedding that you send, and pass draft=False"
+        )
+    if any(hasattr(model, "_fused_kv_write_cache") for model in models) and not server_args.disable_cuda_graph:
+        return (
+            "a DSPARK draft stacks the weights of its keys and values in its first forward pass, and CUDA graphs hold "
+            "their addresses; pass draft=False to accept worse drafts, or start with disable_cuda_graph=True"
         )
     return ""
 

@@ -52,8 +52,8 @@ def unknown_reason(scheduler: Scheduler) -> str:
     """Returns why the draft models cannot be updated; empty if they can, or if there are none."""
     if scheduler.draft_worker is None or scheduler.spec_algorithm.is_ngram():
         return ""
-    if drafts_of(scheduler).models:
-        return not_renewed(scheduler.draft_worker, scheduler.server_args)
+    if models := drafts_of(scheduler).models:
+        return not_renewed(scheduler.draft_worker, models, scheduler.server_args)
     return (
         f"the draft models of a {type(scheduler.draft_worker).__name__} cannot be updated; pass draft=False to leave "
         "them as they are, or start the engine without speculative decoding"

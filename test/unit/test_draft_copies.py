@@ -22,11 +22,11 @@ class DFlashWorker:
         """Only its name counts."""
 
 
-def scheduler(worker: Any, folder: Path) -> Any:
+def scheduler(worker: Any, folder: Path, disable_cuda_graph: bool = False) -> Any:
     return SimpleNamespace(
         draft_worker=worker,
         spec_algorithm=SimpleNamespace(is_ngram=lambda: False),
-        server_args=SimpleNamespace(speculative_draft_model_path=str(folder)),
+        server_args=SimpleNamespace(speculative_draft_model_path=str(folder), disable_cuda_graph=disable_cuda_graph),
     )
 
 
@@ -42,3 +42,11 @@ def test_a_mask_s_row_of_the_targets_embedding_is_named(tmp_path: Path) -> None:
     reason = unknown_reason(scheduler(DFlashWorker(), tmp_path))
     assert f"{tmp_path}/mask_embedding.pt" in reason
     assert unknown_reason(scheduler(SimpleNamespace(model_runner=DFlashWorker().model_runner), tmp_path)) == ""
+
+
+def test_stacked_weights_in_cuda_graphs_are_named(tmp_path: Path) -> None:
+    """Without graphs they are dropped as other derived state, and the next forward pass stacks them again."""
+    worker = DFlashWorker()
+    worker.model_runner.model._fused_kv_write_cache = None
+    assert "disable_cuda_graph=True" in unknown_reason(scheduler(worker, tmp_path))
+    assert unknown_reason(scheduler(worker, tmp_path, disable_cuda_graph=True)) == ""
