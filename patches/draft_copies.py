@@ -28,6 +28,11 @@ def not_renewed(worker: Any, models: Iterable[torch.nn.Module], server_args: Any
             f"SGLang has written {folder}/mask_embedding.pt to a row of the target's embedding, and an update would "
             "overwrite the row; write it to the embedding that you send, and pass draft=False"
         )
+    if any(getattr(model, "lilicorr", None) is not None for model in models):
+        return (
+            "the draft's LiLiCorr head merges weights when the engine starts, and an update does not merge them again; "
+            "pass draft=False to accept worse drafts"
+        )
     if any(hasattr(model, "_fused_kv_write_cache") for model in models) and not server_args.disable_cuda_graph:
         return (
             "a DSPARK draft stacks the weights of its keys and values in its first forward pass, and CUDA graphs hold "

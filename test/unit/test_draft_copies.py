@@ -50,3 +50,12 @@ def test_stacked_weights_in_cuda_graphs_are_named(tmp_path: Path) -> None:
     worker.model_runner.model._fused_kv_write_cache = None
     assert "disable_cuda_graph=True" in unknown_reason(scheduler(worker, tmp_path))
     assert unknown_reason(scheduler(worker, tmp_path, disable_cuda_graph=True)) == ""
+
+
+def test_merged_weights_are_named(tmp_path: Path) -> None:
+    """Nothing computes them again: a draft without them would end the engine in the next forward pass."""
+    worker = DFlashWorker()
+    worker.model_runner.model.lilicorr = None
+    assert unknown_reason(scheduler(worker, tmp_path)) == ""
+    worker.model_runner.model.lilicorr = torch.nn.Linear(2, 2)
+    assert "LiLiCorr" in unknown_reason(scheduler(worker, tmp_path))
