@@ -326,7 +326,7 @@ def answering(pages: dict[str, Any]) -> Iterator[str]:
             pass
 
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever)
+    thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{listening.server_port}"

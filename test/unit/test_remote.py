@@ -56,7 +56,7 @@ class Answering:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def says(self, body, status=200):
         self.status, self.body = status, body if isinstance(body, bytes) else msgspec.json.encode(body)
