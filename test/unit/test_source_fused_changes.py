@@ -1,4 +1,4 @@
-"""Change detection of fused and explicitly sharded tensors, by the identity of their descriptions."""
+"""Change detection of fused and explicitly sharded tensors, by their descriptions."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from sglang_reshard.trainer.publisher import ShardPublisher
 from test_source_changes import detector
 
 
-def fused_tensor():
-    return FusedTensor((("a", FusedSlice((0, 0), (1, 4), (1,))), ("b", FusedSlice((1, 0), (2, 4), (1,)))))
+def fused_tensor(first="a"):
+    return FusedTensor(((first, FusedSlice((0, 0), (1, 4), (1,))), ("b", FusedSlice((1, 0), (2, 4), (1,)))))
 
 
-def explicit():
-    return blocks((2, 2), [Box((0, 0), (2, 2))])
+def explicit(rows=2):
+    return blocks((2, 2), [Box((0, 0), (rows, 2))] * (2 // rows))
 
 
 def fused_and_explicit():
@@ -34,11 +34,17 @@ def test_fused_tensors_written_in_place_are_unchanged():
     assert known.unchanged([(name, tensor.detach(), third) for name, tensor, third in given])
 
 
+def test_equal_descriptions_are_unchanged():
+    given = fused_and_explicit()
+    fused, explicitly, whole = given
+    assert detector(given).unchanged([(*fused[:2], fused_tensor()), (*explicitly[:2], explicit()), whole])
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        lambda given: [(*given[0][:2], fused_tensor()), *given[1:]],
-        lambda given: [given[0], (*given[1][:2], explicit()), *given[2:]],
+        lambda given: [(*given[0][:2], fused_tensor("other")), *given[1:]],
+        lambda given: [given[0], (*given[1][:2], explicit(rows=1)), *given[2:]],
         lambda given: [given[0][:2], *given[1:]],
         lambda given: [("fused_tensor", given[0][1].clone(), given[0][2]), *given[1:]],
         lambda given: [given[0], ("c", given[1][1].t(), given[1][2]), *given[2:]],

@@ -153,7 +153,8 @@ class MemoryIdentity:
             return False
         tensors = list(map(_tensor, named_tensors))
         try:
-            if not all(map(operator.is_, self._shardings_of(named_tensors, tensors), self._shardings)):
+            # Lists compare the same objects first by identity, without a call for each.
+            if self._shardings_of(named_tensors, tensors) != self._shardings:
                 return False
             local_tensors = self._local_tensors_of(tensors)
             return (
@@ -174,7 +175,7 @@ class MemoryIdentity:
         ]
 
     def _shardings_of(self, named_tensors: NamedTensorList, tensors: Sequence[Any]) -> list[Any]:
-        """Returns the objects that describe shardings: they are replaced, never changed."""
+        """Returns the objects that describe shardings, and the parts of specs: these are replaced, never changed."""
         specs = list(map(_spec, compress(tensors, self._is_dtensor)))
         return [
             *specs,
