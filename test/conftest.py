@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import settings
 
 from support.sweep import SWEEP, examples
 
+_IMPORTED_BEFORE = frozenset(sys.modules)  # by plugins of pytest
 # How long one example takes says nothing here: machines are shared, and the first one imports torch.
 settings.register_profile("patient", deadline=None, max_examples=examples(100))
 settings.load_profile("patient")
@@ -42,6 +44,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = kept
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tells of a test module that imports SGLang: engines that this process starts would not be a CPU's."""
+    if "sglang" in sys.modules and "sglang" not in _IMPORTED_BEFORE:
+        raise pytest.UsageError(
+            "a test module imports SGLang when it is collected. Import it in the test, after `cpu_host.activate`"
+        )
 
 
 @pytest.fixture

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from sglang_reshard.control import Address
-from sglang_reshard.patches import prefill_decode, scheduler
+from sglang_reshard.patches import prefill_decode
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.testing import cpu_host
 
+pytestmark = [pytest.mark.engine]
 REQUEST = DistributedUpdateWeightsReq(
     address=Address("s", "127.0.0.1", 9, "0" * 64), update=1, layout="l", handles=("h",), trainer_hosts=("x",)
 )
@@ -34,6 +36,14 @@ def a_scheduler(mode: str, idle: bool = True, **queues: int) -> Any:
     )
 
 
+def refused(of: Any) -> str:
+    """Why the scheduler refuses the update. Its module imports SGLang."""
+    cpu_host.activate(tp_size=1)
+    from sglang_reshard.patches import scheduler
+
+    return scheduler._refusal(of, REQUEST, writes=True)
+
+
 @pytest.mark.parametrize(
     ("mode", "queues", "number"),
     [
@@ -49,13 +59,13 @@ def test_requests_between_the_servers_are_counted(mode: str, queues: dict[str, i
 
 def test_a_retracted_request_keeps_cache_of_the_old_weights_where_no_flush_reaches_it() -> None:
     """SGLang 0.5.12 calls such a decode server idle."""
-    refusal = scheduler._refusal(a_scheduler("decode", idle=True, retracted=1), REQUEST, writes=True)
+    refusal = refused(a_scheduler("decode", idle=True, retracted=1))
     assert "0 requests are running, and 1 are between the prefill and the decode server" in refusal
     assert "Pause both with mode='abort'" in refusal
-    assert scheduler._refusal(a_scheduler("decode"), REQUEST, writes=True) == ""
+    assert refused(a_scheduler("decode")) == ""
 
 
 def test_a_server_for_both_names_all_ways_out() -> None:
-    refusal = scheduler._refusal(a_scheduler("null", idle=False), REQUEST, writes=True)
+    refusal = refused(a_scheduler("null", idle=False))
     for way in ("mode='abort'", "mode='retract'", "abort_all_requests=True", "flush_cache='by_version'"):
         assert way in refusal
