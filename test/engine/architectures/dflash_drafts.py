@@ -8,25 +8,21 @@ Run as a script by test_multi_layer_drafts.py: SGLang chooses its code paths at 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from drafts import draft_of, sent_with_draft
-from examination import begin, built, remember_modules
+from examination import answer_for_ranks, built, specs_of
 from oracle.digests import digest, digests
 from oracle.replay import replay
-from sglang_reshard.cli.plan.forked_jobs import run_in_forks
-from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.patches.draft_models import Drafts, TargetAndDrafts
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import DRAFT, read_weights, write_checkpoint, write_weights
 from support.live_memory import fill_with_garbage
-from support.scripts import answer
 
-TP, LAYERS, DEADLINE_S = 2, 2, 400
+TP, LAYERS = 2, 2
 
 
 def write(folder: Path) -> None:
@@ -86,8 +82,7 @@ def found(folder: str, rank: int) -> dict[str, Any]:
     weights = sent_with_draft(folder)
     both = TargetAndDrafts(target, Drafts([draft], fused=kept))
     fill_with_garbage(both)
-    specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
-    program = trace(both, specs)
+    program = trace(both, specs_of(weights))
     replay(program, weights)
     fresh = draft_of(target, own, load_format="auto")
     return {
@@ -101,14 +96,5 @@ def found(folder: str, rank: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    folder = str(Path(sys.argv[1]) / "checkpoint")
-    begin(TP, gpu=False)
-    remember_modules()
-    write(Path(folder))
-    for _, seen in run_in_forks(lambda r: found(folder, r), range(TP), processes=2, deadline_seconds=DEADLINE_S):
-        answer(json.dumps(seen))
-
-
 if __name__ == "__main__":
-    main()
+    answer_for_ranks(TP, write, found)

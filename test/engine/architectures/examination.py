@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from drafts import sent_with_draft, with_draft
 from layout_kinds import layout_kinds
 from oracle.digests import digests
 from oracle.replay import replay
+from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import build_rank, choose_code_paths, import_before_forks
 from sglang_reshard.errors import ReshardError, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
@@ -30,6 +32,7 @@ from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights
 from support.live_memory import differing, fill_with_garbage
+from support.scripts import answer
 from support.sglang_state import published_arguments
 
 Weights = dict[str, torch.Tensor]
@@ -84,7 +87,7 @@ def examine(
     if weights_dtype is not None:
         weights = {n: t.to(getattr(torch, weights_dtype)) if t.dtype.itemsize > 1 else t for n, t in weights.items()}
     config = json.loads((Path(folder) / "config.json").read_text())
-    started_on, stages = _specs(weights), build.get("pp_size", 1)
+    started_on, stages = specs_of(weights), build.get("pp_size", 1)
     if unsent:
         weights = {name: tensor for name, tensor in weights.items() if unsent not in name}
     try:
@@ -117,6 +120,16 @@ def begin(ranks: int, *, gpu: bool = True) -> None:
     choose_code_paths(ranks, gpu=gpu)
     torch.set_num_threads(1)
     import_before_forks()
+
+
+def answer_for_ranks(ranks: int, write: Callable[[Path], None], found: Callable[[str, int], dict[str, Any]]) -> None:
+    """What a script does that examines all ranks of one checkpoint, in the folder that its command names."""
+    folder = Path(sys.argv[1]) / "checkpoint"
+    begin(ranks, gpu=False)
+    remember_modules()
+    write(folder)
+    for _, seen in run_in_forks(lambda r: found(str(folder), r), range(ranks), processes=2, deadline_seconds=400):
+        answer(json.dumps(seen))
 
 
 def remember_modules() -> None:
@@ -214,14 +227,14 @@ def _unjustified(refusal: str, garbage: dict[str, str], stock: dict[str, str]) -
     return []
 
 
-def _specs(weights: Weights) -> list[TensorSpec]:
+def specs_of(weights: Weights) -> list[TensorSpec]:
     return [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
 
 
 def _traced(model: torch.nn.Module, weights: Weights, start: Start = None) -> tuple[Program | None, str]:
     """The program, and why the trace refused."""
     try:
-        return trace(model, _specs(weights), start), ""
+        return trace(model, specs_of(weights), start), ""
     except ReshardError as error:
         return None, str(error)
 

@@ -7,28 +7,23 @@ Run as a script by test_multi_layer_drafts.py: SGLang chooses its code paths at 
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from drafts import draft_of
-from examination import begin, built, remember_modules, said
+from examination import answer_for_ranks, built, said, specs_of
 from oracle.digests import digests
 from oracle.replay import replay
-from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.patches.draft_models import Drafts, TargetAndDrafts
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import PUBLISHED, read_weights, write_checkpoint, write_weights
 from support.live_memory import fill_with_garbage
-from support.scripts import answer
 
 TARGET = "MiMoV2FlashForCausalLM"
-TP, LAYERS, DEADLINE_S = 2, 3, 400
+TP, LAYERS = 2, 3
 
 
 def write(folder: Path) -> None:
@@ -62,10 +57,9 @@ def found(folder: str, rank: int) -> dict[str, Any]:
     drafts = [draft_of(target, folder, layer) for layer in range(LAYERS)]
     both = TargetAndDrafts(target, Drafts(drafts, layers=range(LAYERS)))
     weights = read_weights(Path(folder))
-    specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
     fill_with_garbage(both)
     try:
-        program = trace(both, specs)
+        program = trace(both, specs_of(weights))
     except ReshardError as error:
         return {"refusal": said(error, folder), "rank": rank}
     replay(program, weights)
@@ -75,14 +69,5 @@ def found(folder: str, rank: int) -> dict[str, Any]:
     return {"refusal": "", "rank": rank, "updated": updated, "fresh": fresh, "unread": unread}
 
 
-def main() -> None:
-    folder = str(Path(sys.argv[1]) / "checkpoint")
-    begin(TP, gpu=False)
-    remember_modules()
-    write(Path(folder))
-    for _, seen in run_in_forks(lambda r: found(folder, r), range(TP), processes=2, deadline_seconds=DEADLINE_S):
-        answer(json.dumps(seen))
-
-
 if __name__ == "__main__":
-    main()
+    answer_for_ranks(TP, write, found)
