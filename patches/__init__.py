@@ -13,6 +13,7 @@ A request of an update passes:
     weights_info.py             records which weights are live
     snapshot_loads.py           POST /load_snapshot: a snapshot of a folder, never an earlier one than is live
     stock_weights.py            notes when SGLang itself loads or releases them all, and when there are none yet
+    disk_loads.py               what SGLang's own loads from disk have done, on all ranks
     weights_sharing.py          POST /pull_weights and /share_weights: from one server to another, without a trainer
     scheduler.py                checks the scheduler's state; flushes the cache; catches all exceptions
     cache_versions.py           or keeps the cache of each weight version apart
@@ -34,8 +35,8 @@ custom_group.py joins the groups that trainers broadcast over.
 
 Nothing that SGLang defines is replaced; pipeline.py wraps two methods of a pipelined engine's schedulers. One list is
 appended to (the tokenizer manager's communicators), and some methods get hooks before, after or around them through
-SGLang's own hook registry (entry-point group `sglang.srt.plugins`): all but those in request_gate.py, torn_weights.py,
-weights_info.py, snapshot_loads.py, engine_start.py and memory_saver.py run after. Everything else is new methods and
+SGLang's own hook registry (entry-point group `sglang.srt.plugins`): all but those in request_gate.py, disk_loads.py,
+weights_info.py, engine_start.py and memory_saver.py run after. Everything else is new methods and
 routes, and a middleware of the server that passes everything through while the weights are sound.
 """
 
@@ -50,6 +51,7 @@ def install() -> None:
     from sglang_reshard.observability.logs import configure
     from sglang_reshard.patches import (
         cache_versions,
+        disk_loads,
         engine,
         engine_start,
         http_server,
@@ -60,9 +62,7 @@ def install() -> None:
         request_gate,
         scheduler,
         sglang_versions,
-        snapshot_loads,
         tokenizer_manager,
-        torn_weights,
         tp_worker,
         weights_info,
     )
@@ -79,9 +79,8 @@ def install() -> None:
         scheduler,
         cache_versions,
         tokenizer_manager,
-        torn_weights,
+        disk_loads,
         request_gate,
-        snapshot_loads,
         metrics,
         weights_info,
         http_server,

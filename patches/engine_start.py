@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from sglang_reshard.trace.stock_load import EngineStart
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+_START = "_reshard_start"  # on the model runner
 _RANDOMIZE = "sglang.srt.model_loader.loader.initialize_dummy_weights"
 _DUMMY = "dummy"
 
@@ -38,13 +39,37 @@ def randomize(initialize: Callable[..., None], model: torch.nn.Module, *args: An
         initialize(model, *args, **kwargs)
 
 
+class _Start(NamedTuple):
+    """Where the weights of a model runner came from when its engine started. SGLang forgets it with its own updates."""
+
+    model_path: str
+    revision: str | None
+    download_dir: str | None
+    load_format: Any
+
+    @classmethod
+    def of(cls, runner: ModelRunner) -> _Start:
+        config, loading = runner.model_config, runner.load_config
+        return cls(config.model_path, config.revision, loading.download_dir, loading.load_format)
+
+
+def remember_start(runner: ModelRunner) -> None:
+    """Must be called when the runner has loaded its model, and before any update."""
+    setattr(runner, _START, _Start.of(runner))
+
+
+def checkpoint_specs(runner: ModelRunner) -> list[TensorSpec]:
+    """Returns the tensors of the folder that SGLang has loaded last. Raises OSError, ValueError and ReshardError."""
+    return _specs(runner.model, _Start.of(runner))
+
+
 def engine_start(runner: ModelRunner, drafts: Sequence[torch.nn.Module]) -> EngineStart:
     """Returns how the model of a runner and its draft models were started. Reads headers of files, and no weights."""
-    arguments = runner.server_args
-    randomized = _randomized([runner.model], runner.load_config.load_format)
+    arguments, start = runner.server_args, getattr(runner, _START, None) or _Start.of(runner)
+    randomized = _randomized([runner.model], start.load_format)
     randomized += _randomized(drafts, arguments.speculative_draft_load_format or arguments.load_format)
     try:
-        specs = _specs(runner.model, runner.model_config, runner.load_config)
+        specs = _specs(runner.model, start)
         if drafts:
             specs += _specs_of_drafts(runner)
     except (ReshardError, OSError, ValueError) as error:
@@ -59,11 +84,11 @@ def _randomized(models: Sequence[torch.nn.Module], load_format: Any) -> list[tor
     return [model for model in models if kept_values(model) is None]
 
 
-def _specs(model: torch.nn.Module, config: Any, load_config: Any) -> list[TensorSpec]:
+def _specs(model: torch.nn.Module, start: _Start) -> list[TensorSpec]:
     """Raises OSError or ReshardError if the checkpoint's files are not on this host, or are not as usual."""
     if getattr(model, "allow_patterns_overrides", None) or getattr(model, "secondary_weights", None):
         raise OSError(f"{type(model).__name__} has its weights in several folders, which is not supported here")
-    return folder_specs(_folder(config.model_path, config.revision, load_config.download_dir))
+    return folder_specs(_folder(start.model_path, start.revision, start.download_dir))
 
 
 def _specs_of_drafts(runner: ModelRunner) -> list[TensorSpec]:

@@ -26,7 +26,7 @@ import msgspec
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.layout.decoders import from_json
 from sglang_reshard.observability.probe_report import ProbeSummary
-from sglang_reshard.patches import metrics, request_gate, snapshot_loads, weights_info
+from sglang_reshard.patches import metrics, request_gate, weights_info
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
@@ -85,7 +85,7 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
     from sglang.srt.utils.auth import AuthLevel, auth_level
     from starlette.responses import Response
 
-    from sglang_reshard.patches import weights_sharing  # a scheduler needs none of what it imports
+    from sglang_reshard.patches import snapshot_loads, weights_sharing  # a scheduler needs none of what they import
 
     def response(message: object, status: HTTPStatus = HTTPStatus.OK) -> Response:
         return Response(msgspec.json.encode(message), status_code=status, media_type="application/json")
@@ -132,7 +132,8 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
         try:
             message = await _message(request, LoadSnapshotReq)
             check_load_request(message)
-            return response(await snapshot_loads.load(manager, message))
+            loaded = await _while_connected(request, snapshot_loads.load(manager, message))
+            return response(loaded, HTTPStatus.OK if loaded else HTTPStatus.BAD_REQUEST)
         except ReshardError as error:
             return failed(error)
 

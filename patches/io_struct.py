@@ -14,20 +14,23 @@ from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsReq,
     ShareWeightsReq,
     Step,
+    StockLoadReq,
     decode,
     encode,
 )
 
+Asked = DistributedUpdateWeightsReq | ShareWeightsReq | StockLoadReq
+
 
 @ipc_message
 class UpdateWeightsDistributedReqInput(BaseReq):
-    """Carries the request of an update through SGLang; with the step "share", that of another engine."""
+    """Carries the request of an update through SGLang; with the steps "share" and "loaded", others."""
 
     payload: bytes = b""
     step: Step = "update"
 
     @classmethod
-    def of(cls, request: DistributedUpdateWeightsReq | ShareWeightsReq, step: Step) -> UpdateWeightsDistributedReqInput:
+    def of(cls, request: Asked, step: Step) -> UpdateWeightsDistributedReqInput:
         return cls(payload=encode(request), step=step)
 
     def open(self) -> DistributedUpdateWeightsReq:
@@ -35,6 +38,9 @@ class UpdateWeightsDistributedReqInput(BaseReq):
 
     def open_share(self) -> ShareWeightsReq:
         return decode(self.payload, ShareWeightsReq)
+
+    def open_loaded(self) -> StockLoadReq:
+        return decode(self.payload, StockLoadReq)
 
 
 @ipc_message

@@ -47,6 +47,7 @@ def apply() -> None:
 def _remember(_result: Any, runner: ModelRunner, *_: Any, **__: Any) -> None:
     note_copies(runner.model)
     remember_loaded(runner.model)
+    engine_start.remember_start(runner)
 
 
 def update_weights_distributed(
@@ -69,6 +70,13 @@ def update_weights_distributed(
     runtime().synchronize([device])
     run = receiver.commit if step == "commit" else receiver.update
     return run(request, refusal)
+
+
+def loaded_by_stock(runner: ModelRunner) -> None:
+    """SGLang itself has loaded all weights on all engine ranks."""
+    receiver: WeightReceiver | None = getattr(runner, _RECEIVER, None)
+    if receiver is not None:
+        receiver.written_by_others()
 
 
 def share_weights(self: ModelRunner, request: ShareWeightsReq) -> DistributedUpdateWeightsOutput:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import (
     cache_versions,
+    disk_loads,
     draft_models,
     hook_check,
     metrics,
@@ -44,6 +45,7 @@ def apply() -> None:
 def _dispatch(_result: Any, scheduler: Scheduler, *_: Any, **__: Any) -> None:
     from sglang.utils import TypeBasedDispatcher
 
+    disk_loads.forget()
     scheduler._request_dispatcher += TypeBasedDispatcher(
         [(UpdateWeightsDistributedReqInput, scheduler.update_weights_distributed)]
     )
@@ -66,6 +68,8 @@ def update_weights_distributed(
     try:
         if envelope.step == "share":
             return UpdateWeightsDistributedReqOutput.of(_share(self, envelope.open_share()))
+        if envelope.step == "loaded":
+            return UpdateWeightsDistributedReqOutput.of(disk_loads.loaded(self, envelope.open_loaded()))
         request = envelope.open()
         writes = envelope.step in ("update", "commit")
         refusal = _refusal(self, request, writes) if envelope.step != "staged" else ""

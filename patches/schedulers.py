@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sglang_reshard.patches import metrics
-from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
+from sglang_reshard.patches.io_struct import (
+    Asked,
+    UpdateWeightsDistributedReqInput,
+    UpdateWeightsDistributedReqOutput,
+)
 from sglang_reshard.protocol.messages import (
     WAITS,
     DistributedUpdateWeightsOutput,
-    DistributedUpdateWeightsReq,
-    ShareWeightsReq,
     Step,
 )
 
@@ -20,9 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 
-async def ask_schedulers(
-    self: TokenizerManager, request: DistributedUpdateWeightsReq | ShareWeightsReq, step: Step
-) -> DistributedUpdateWeightsOutput:
+async def ask_schedulers(self: TokenizerManager, request: Asked, step: Step) -> DistributedUpdateWeightsOutput:
     """Returns the schedulers' answer to a step that does not write live weights, of all data parallel ranks together.
 
     Returns a failure if they do not answer in time.
@@ -34,7 +34,7 @@ async def ask_schedulers(
 
 
 def asked(
-    self: TokenizerManager, request: DistributedUpdateWeightsReq | ShareWeightsReq, step: Step
+    self: TokenizerManager, request: Asked, step: Step
 ) -> asyncio.Future[list[UpdateWeightsDistributedReqOutput]]:
     """Asks the schedulers. The answer is never cancelled: SGLang would take a late one for that of the next request."""
     envelope = UpdateWeightsDistributedReqInput.of(request, step)
@@ -43,14 +43,14 @@ def asked(
 
 async def is_answered(
     answer: asyncio.Future[list[UpdateWeightsDistributedReqOutput]],
-    request: DistributedUpdateWeightsReq | ShareWeightsReq,
+    request: Asked,
 ) -> bool:
     """Waits for the schedulers' answer. Returns whether it comes in time."""
     done, _ = await asyncio.wait([answer], timeout=WAITS * request.timeout_s)
     return bool(done)
 
 
-def silence(request: DistributedUpdateWeightsReq | ShareWeightsReq) -> str:
+def silence(request: Asked) -> str:
     """Returns an error for schedulers that do not answer in time."""
     return (
         f"the engine's schedulers have not answered within {WAITS * request.timeout_s:g} s; look at the engine's log, "

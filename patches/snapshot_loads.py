@@ -1,82 +1,116 @@
-"""Loads snapshots for those who follow a folder, in the order of publication only.
+"""Loads snapshots for those who follow a folder, as updates, and in the order of publication only.
 
     await snapshot_loads.load(manager, request)    # POST /load_snapshot
 
-An update may begin between a follower's look and its request, and end before SGLang lets the load through. So the
-order is checked again under SGLang's own lock, right before its schedulers hear of the load.
+The engine's tokenizer manager takes a trainer's place: it describes the files, and engine ranks read them
+(`extras.snapshots.loading`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sglang_reshard.errors import EngineRefused
-from sglang_reshard.patches import weights_info
-from sglang_reshard.protocol.messages import LoadSnapshotOutput, LoadSnapshotReq
+import msgspec
+
+from sglang_reshard.errors import EngineRefused, TornWeights
+from sglang_reshard.landings.shadow import NO_ROOM
+from sglang_reshard.patches import sglang_versions, torn_weights, weights_info
+from sglang_reshard.patches.tokenizer_manager import cancelling, run_update
+from sglang_reshard.patches.update_observer import observed
+from sglang_reshard.patches.weights_sharing import engine_interface
+from sglang_reshard.protocol.messages import (
+    DistributedUpdateWeightsOutput,
+    DistributedUpdateWeightsReq,
+    LoadSnapshotOutput,
+    LoadSnapshotReq,
+)
+from sglang_reshard.protocol.session import LOOPBACK
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-_asked: ContextVar[LoadSnapshotReq | None] = ContextVar("sglang_reshard_load_snapshot", default=None)
+    from sglang_reshard.extras.snapshots.source import SnapshotSource
 
 
-class _LaterWeights(Exception):
-    """The engine holds later weights than a snapshot that it was asked to load, or gets them just now."""
+async def load(manager: TokenizerManager, asked: LoadSnapshotReq) -> LoadSnapshotOutput:
+    """Loads a snapshot, unless the engine holds later weights, or gets others just now.
 
+    Ends when it is cancelled, unless the schedulers write already.
 
-def apply() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_MANAGER}._wait_for_model_update_from_disk", _in_order, HookType.AROUND)
-
-
-async def load(manager: TokenizerManager, request: LoadSnapshotReq) -> LoadSnapshotOutput:
-    """Loads a snapshot by SGLang's own update_weights_from_disk, unless the engine holds later weights.
-
-    Raises EngineRefused if SGLang cannot load it.
+    Raises Mismatch, EngineRefused and TornWeights for a snapshot that cannot be loaded.
     """
-    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+    manager.auto_create_handle_loop()
+    task = asyncio.ensure_future(_load(manager, asked))
+    with cancelling(manager, task):
+        return await asyncio.shield(task)
 
-    token = _asked.set(request)
+
+async def _load(manager: TokenizerManager, asked: LoadSnapshotReq) -> LoadSnapshotOutput:
+    from sglang_reshard.extras.snapshots.manifest import Entry
+    from sglang_reshard.extras.snapshots.source import open_snapshot  # a server that follows nothing needs none of it
+
+    if later := weights_info.under_way(manager) or _held(manager, asked):
+        return LoadSnapshotOutput(False, later)
+    with weights_info.running(manager, f"snapshot {asked.version} is being loaded; repeat this when that has ended"):
+        source = await asyncio.to_thread(open_snapshot, Path(asked.path), Entry(asked.version, asked.publication))
+        output = await _update(manager, asked, source, staged=asked.staged and manager.server_args.pp_size == 1)
+        if asked.staged and not output.success and NO_ROOM in output.message:
+            output = await _update(manager, asked, source, staged=False)
+        if not output.success:
+            kind = TornWeights if output.torn else EngineRefused
+            raise kind(f"snapshot {asked.version} was not loaded: {output.message}")
+        if asked.allow_rollback:
+            weights_info.set_publication(manager, asked.publication)
+    return LoadSnapshotOutput(True, output.message, sum(rank.received_bytes for rank in output.ranks))
+
+
+async def _update(
+    manager: TokenizerManager, asked: LoadSnapshotReq, source: SnapshotSource, *, staged: bool
+) -> DistributedUpdateWeightsOutput:
+    async with _served(source, asked, staged, engine_interface(manager, LOOPBACK)) as request:
+        if request.weight_version == sglang_versions.weight_version(manager):  # torn ones are made good by the same
+            request = msgspec.structs.replace(request, weight_version=None)
+        try:
+            return await observed(run_update)(manager, request)
+        except EngineRefused:
+            raise
+        except Exception as error:
+            torn = bool(torn_weights.reason(manager))
+            return DistributedUpdateWeightsOutput(success=False, torn=torn, message=str(error))
+
+
+@contextlib.asynccontextmanager
+async def _served(
+    source: SnapshotSource, asked: LoadSnapshotReq, staged: bool, interface: str
+) -> AsyncIterator[DistributedUpdateWeightsReq]:
+    """As `loading.served`, whose ends take part in other threads."""
+    from sglang_reshard.extras.snapshots.loading import served
+
+    serving = served(source, asked, staged=staged, interface=interface)
+    entering = asyncio.ensure_future(asyncio.to_thread(serving.__enter__))
+    end = functools.partial(serving.__exit__, None, None, None)
     try:
-        _check_order(manager, request)
-        # A server that was started on dummy weights has another format of its own.
-        asked = UpdateWeightFromDiskReqInput(
-            model_path=request.path, load_format="auto", weight_version=request.version
-        )
-        success, message, _ = await manager.update_weights_from_disk(asked)
-    except _LaterWeights as error:
-        return LoadSnapshotOutput(False, str(error))
+        request = await asyncio.shield(entering)
+    except asyncio.CancelledError:
+        await entering
+        await asyncio.to_thread(end)
+        raise
+    try:
+        yield request
     finally:
-        _asked.reset(token)
-    if not success:
-        raise EngineRefused(f"SGLang cannot load {request.path}: {message}")
-    return LoadSnapshotOutput(True)
+        await asyncio.shield(asyncio.to_thread(end))
 
 
-async def _in_order(
-    stock: Callable[..., Awaitable[tuple[bool, Any, Any]]], manager: TokenizerManager, *args: Any, **kwargs: Any
-) -> tuple[bool, Any, Any]:
-    asked = _asked.get()
-    if asked is None:  # a user's own request, which leaves the order as it is
-        return await stock(manager, *args, **kwargs)
-    _check_order(manager, asked)
-    outcome = await stock(manager, *args, **kwargs)
-    if outcome[0]:
-        weights_info.set_publication(manager, asked.publication)
-    return outcome
-
-
-def _check_order(manager: TokenizerManager, asked: LoadSnapshotReq) -> None:
-    if asked.allow_rollback:
-        return
-    if running := weights_info.under_way(manager):
-        raise _LaterWeights(running)
-    if asked.publication < weights_info.publication(manager):
-        raise _LaterWeights(
-            f"the engine holds later weights than snapshot {asked.version!r}; pass allow_rollback (--allow-rollback) "
-            "to load it anyway"
-        )
+def _held(manager: TokenizerManager, asked: LoadSnapshotReq) -> str:
+    """Returns why the engine needs no such snapshot: it holds later weights; empty if it does not."""
+    if asked.allow_rollback or asked.publication >= weights_info.publication(manager):
+        return ""
+    return (
+        f"the engine holds later weights than snapshot {asked.version!r}; pass allow_rollback (--allow-rollback) to "
+        "load it anyway"
+    )

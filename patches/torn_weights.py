@@ -5,18 +5,18 @@ An update that fails while it writes leaves weights of two versions in the engin
     torn_weights.mark(manager, reason)    # inside the update's lock, or after it with no await in between
     torn_weights.heal(manager)            # the same, after an update has succeeded
 
-with SGLang's tokenizer manager. A stock load from disk replaces every weight, and so heals too; SGLang's other updates
-may replace only some weights, and do not.
+with SGLang's tokenizer manager. A stock load from disk heals if it fills every parameter, see `disk_loads`; SGLang's
+other updates may replace only some weights, and do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.patches import metrics, sglang_versions, stock_weights
+from sglang_reshard.patches import metrics, sglang_versions
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -25,7 +25,6 @@ logger = get_logger(__name__)
 
 _REASON = "_reshard_torn"
 _CONTINUING = "_reshard_continuing"  # number of continue_generation calls in progress
-_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
 def mark(manager: TokenizerManager, reason: str) -> None:
@@ -53,12 +52,6 @@ def reason(manager: TokenizerManager) -> str:
     return getattr(manager, _REASON, "")
 
 
-def apply() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_MANAGER}._wait_for_model_update_from_disk", _update_from_disk, HookType.AROUND)
-
-
 @contextmanager
 def continuing(manager: TokenizerManager) -> Iterator[None]:
     """Around a call of continue_generation: it aborts the requests that it would let go on if weights become torn."""
@@ -75,13 +68,3 @@ def abort_all(manager: TokenizerManager) -> None:
 
     sglang_versions.send_to_schedulers(manager, PauseGenerationReqInput(mode="retract"))
     manager.abort_request(abort_all=True)
-
-
-async def _update_from_disk(
-    stock: Callable[..., Awaitable[tuple[bool, Any, Any]]], manager: TokenizerManager, *args: Any, **kwargs: Any
-) -> tuple[bool, Any, Any]:
-    outcome = await stock(manager, *args, **kwargs)
-    if outcome[0]:
-        heal(manager)
-        stock_weights.loaded(manager)
-    return outcome

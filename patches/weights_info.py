@@ -42,10 +42,12 @@ _LIVE = "_reshard_live"  # on the manager: request and output of the update that
 _VERSIONS = "_reshard_versions"  # on the manager: parameter -> weight_version, where it is not the live one
 _DRAFTS = "draft.*"
 _MANAGER = "sglang.srt.managers.tokenizer_manager"
+_DISK = "update_weights_from_disk"
 _BEGIN = "begin_weight_update"  # writes nothing itself
+_NOTED_ELSEWHERE = (_DISK, _BEGIN)  # see `disk_loads`
 # The methods by which SGLang itself changes weights. Not all of its versions have all of them.
 _STOCK_UPDATES = (
-    "update_weights_from_disk",
+    _DISK,
     "update_weights_from_distributed",
     "update_weights_from_tensor",
     "update_weights_from_ipc",
@@ -59,7 +61,7 @@ def apply() -> None:
 
     for method in _STOCK_UPDATES:
         if hasattr(TokenizerManager, method):
-            around = _around_write if method == _BEGIN else _around_update
+            around = _around_write if method in _NOTED_ELSEWHERE else _around_update
             HookRegistry.register(f"{_MANAGER}.TokenizerManager.{method}", around, HookType.AROUND)
     HookRegistry.register(f"{_MANAGER}.TokenizerManager.release_memory_occupation", _around_release, HookType.AROUND)
 

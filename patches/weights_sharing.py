@@ -58,7 +58,7 @@ async def share(manager: TokenizerManager, request: ShareWeightsReq, interface: 
             "tensors they hold. Update this engine first, or start the other one from the same checkpoint"
         )
     try:
-        interface = _interface(manager, interface)
+        interface = engine_interface(manager, interface)
         server = ControlServer.open(interface)
     except OSError as error:
         raise Unsupported(f"{interface} is not an address of this host: {error}") from error
@@ -153,8 +153,8 @@ async def _pull(manager: TokenizerManager, request: PullWeightsReq) -> Distribut
             return DistributedUpdateWeightsOutput(success=False, torn=torn, message=str(error))
 
 
-def _interface(manager: TokenizerManager, interface: str) -> str:
-    """Returns `interface`, or, where only the other engine can reach it, the one at which the engine's nodes meet."""
+def engine_interface(manager: TokenizerManager, interface: str) -> str:
+    """Returns `interface`, or, where only this host can reach it, the one at which the engine's nodes meet."""
     arguments = manager.server_args
     if arguments.nnodes == 1 or not interface.startswith("127."):
         return interface

@@ -22,34 +22,11 @@ async def until(condition):
         await asyncio.sleep(0.001)
 
 
-class Connection:
-    """One HTTP request, whose client may disconnect."""
+def pull(engine, url):
+    """One HTTP request for a pull, whose client may disconnect."""
+    from support.asgi_engine import Connection
 
-    def __init__(self, engine, url, **options):
-        body = json.dumps({"url": url, "timeout_s": 30, **options}).encode()
-        self._messages = asyncio.Queue()
-        self._messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
-        scope = {
-            "type": "http",
-            "http_version": "1.1",
-            "method": "POST",
-            "path": "/pull_weights",
-            "raw_path": b"/pull_weights",
-            "query_string": b"",
-            "headers": [(b"authorization", b"Bearer the-admin-key")],
-            "server": ("127.0.0.1", 80),
-            "client": ("127.0.0.1", 1),
-            "scheme": "http",
-            "root_path": "",
-        }
-        self.body = b""
-        self.task = asyncio.ensure_future(engine.app(scope, self._messages.get, self._send))
-
-    async def _send(self, message):
-        self.body += message.get("body", b"")
-
-    def disconnect(self):
-        self._messages.put_nowait({"type": "http.disconnect"})
+    return Connection(engine.app, "/pull_weights", {"url": url, "timeout_s": 30})
 
 
 @contextlib.asynccontextmanager
@@ -104,7 +81,7 @@ def test_a_pull_that_waits_for_the_other_server_ends_with_its_client(engine_clas
     async def scenario():
         engine = engine_class()
         async with sharing() as other:
-            connection = Connection(engine, other.url)
+            connection = pull(engine, other.url)
             await until(lambda: other.requests)
             assert "are being pulled" in engine.under_way
             connection.disconnect()
@@ -122,7 +99,7 @@ def test_a_pull_that_waits_for_the_request_ends_with_its_client_and_leaves(engin
         async with sharing() as other:
             other.answers.set()
             room = await asyncio.to_thread(MailRoom, other.control.address, 30)
-            connection = Connection(engine, other.url)
+            connection = pull(engine, other.url)
             await asyncio.to_thread(room.wait, 1, 30)
             assert len(room.receivers()) == 1
             connection.disconnect()
@@ -146,7 +123,7 @@ def test_a_pull_whose_schedulers_write_goes_on_and_is_compared(engine_class, dig
         async with sharing() as other:
             other.answers.set()
             room = await asyncio.to_thread(MailRoom, other.control.address, 30)
-            connection = Connection(engine, other.url)
+            connection = pull(engine, other.url)
             await asyncio.to_thread(room.wait, 1, 30)
             request = DistributedUpdateWeightsReq(
                 address=other.control.address.named("weights"),

@@ -71,6 +71,9 @@ class HostileFolder:
                 described["files"][name]["delta_bytes"] = len(data)
             else:
                 described["files"][name] |= {"nbytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+                if self.random.random() < 0.7:  # else checksums of the tensors are left, of which one is wrong
+                    for field in ("table", "sums"):
+                        described["files"][name].pop(field, None)
         except (ValueError, KeyError, TypeError):
             return
         if _remove(manifest):

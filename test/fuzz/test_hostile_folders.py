@@ -87,7 +87,7 @@ def test_folders(random):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - taken < MOST_GROWTH_KIB
     assert (place / "secret").read_bytes() == SECRET
     if cache is not None:
-        assert not any(SECRET[:20] in path.read_bytes() for path in cache.iterdir() if path.is_file())
+        assert not any(SECRET[:20] in path.read_bytes() for path in cache.rglob("*") if path.is_file())
 
     if random.random() < 0.75:
         return

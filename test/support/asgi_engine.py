@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,40 @@ from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_reshard.patches import http_server, io_struct, tokenizer_manager, torn_weights, weights_info
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput as Output
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, StockLoadReq
 from sglang_reshard.protocol.validation import check_request
 
 ADMIN_KEY = "the-admin-key"
 Answer = Callable[[DistributedUpdateWeightsReq], Output]
+
+
+class Connection:
+    """One HTTP request, whose client may disconnect. body: of the answer"""
+
+    def __init__(self, app: FastAPI, path: str, message: object) -> None:
+        self._messages: asyncio.Queue[Any] = asyncio.Queue()
+        self._messages.put_nowait({"type": "http.request", "body": json.dumps(message).encode(), "more_body": False})
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(b"authorization", f"Bearer {ADMIN_KEY}".encode())],
+            "server": ("127.0.0.1", 80),
+            "client": ("127.0.0.1", 1),
+            "scheme": "http",
+            "root_path": "",
+        }
+        self.body = b""
+        self.task = asyncio.ensure_future(app(scope, self._messages.get, self._send))
+
+    async def _send(self, message: Any) -> None:
+        self.body += message.get("body", b"")
+
+    def disconnect(self) -> None:
+        self._messages.put_nowait({"type": "http.disconnect"})
 
 
 class Engine:
@@ -30,6 +60,7 @@ class Engine:
     def __init__(self, answer: Answer = lambda _: Output(success=False, message="it was asked")) -> None:
         self.asked: list[Any] = []
         self.answer, self.answers = answer, asyncio.Event()
+        self.loaded: Callable[[StockLoadReq], Output] = lambda _: Output(success=True, message="")
         self.answers.set()
         self.versions: list[str | None] = []
         self.enable_metrics = self.is_pause = False
@@ -88,7 +119,9 @@ class Engine:
         self.asked.append(envelope)
         await self.answers.wait()
         try:
-            if envelope.step == "share":
+            if envelope.step == "loaded":
+                output = self.loaded(envelope.open_loaded())
+            elif envelope.step == "share":
                 envelope.open_share()
                 output = Output(success=False, message="not shared")
             else:

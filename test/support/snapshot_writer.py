@@ -40,9 +40,14 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 def write(folder: Path, version: int, *, timeout_s: float = 5.0, **options: Any) -> SnapshotReport:
     """Writes snapshot `step-VERSION`."""
     name = options.pop("name", f"step-{version}")
+    return write_tensors(folder, name, weights(version), timeout_s=timeout_s, **{"delta": True, **options})
+
+
+def write_tensors(
+    folder: Path, name: str, tensors: dict[str, torch.Tensor], *, timeout_s: float = 5.0, **options: Any
+) -> SnapshotReport:
     session: Any = Alone()
-    writer = SnapshotWriter(session, 0, (0,), timeout_s)
-    return writer.write(weights(version).items(), folder, SnapshotOptions(name, **{"delta": True, **options}))
+    return SnapshotWriter(session, 0, (0,), timeout_s).write(tensors.items(), folder, SnapshotOptions(name, **options))
 
 
 def is_whole(path: Path) -> bool:

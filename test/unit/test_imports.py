@@ -35,7 +35,7 @@ LAYERS = (
     ("control", "observability", "testing"),
     ("tasks",),
     ("gpu",),
-    ("version", "garbage", "route_table", "torch_private", "nearest"),
+    ("version", "garbage", "route_table", "torch_private", "nearest", "regular_files", "shown_names"),
     ("errors",),
 )
 # Packages that know less than their row allows.

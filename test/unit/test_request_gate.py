@@ -56,12 +56,11 @@ def test_an_engine_with_a_checkpoint_refuses_once_it_has_released_its_weights():
     assert kind(it) is WeightsMissing
 
 
-@pytest.mark.parametrize("load", [torn_weights._update_from_disk, weights_info._around_update])
-def test_updates_of_sglang_bring_weights_if_they_succeed(load):
+def test_updates_of_sglang_bring_weights_if_they_succeed():
     it = manager()
-    asyncio.run(load(fails, it))
+    asyncio.run(weights_info._around_update(fails, it))
     assert kind(it) is WeightsMissing
-    asyncio.run(load(stock, it))
+    asyncio.run(weights_info._around_update(stock, it))
     assert request_gate.refusal(it) is None
 
 

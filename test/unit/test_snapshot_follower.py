@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.extras.snapshots.delta_file import CHUNK_BYTES, apply_delta, write_delta
 from sglang_reshard.extras.snapshots.follower import SnapshotFollower
-from sglang_reshard.extras.snapshots.manifest import DELTA, MANIFEST, decode_snapshot, encode
+from sglang_reshard.extras.snapshots.manifest import DELTA, MANIFEST, decode_snapshot
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from support.following import Server
 from support.sweep import examples
@@ -77,18 +79,15 @@ def test_one_that_is_behind_by_three_reads_what_has_changed(run: Path, tmp_path:
     follower = SnapshotFollower(url, loads, tmp_path / "cache")
     assert follower.poll() == "step-5"
     whole = follower.read_bytes
-    behind = decode_snapshot((run / "step-2" / MANIFEST).read_bytes(), "")
-    for name in behind.files:
-        (tmp_path / "cache" / name).write_bytes((run / "step-2" / name).read_bytes())
-    (tmp_path / "cache" / MANIFEST).write_bytes(encode(behind))
-    loads.version, loads.publication = "step-2", behind.publication
+    behind(run, tmp_path / "cache")
+    loads.version, loads.publication = "step-2", 0
     assert follower.poll() == "step-5"
     assert_loaded(loads, 5)
     assert 0 < follower.read_bytes < whole / 4
 
     # Of another base than its manifest says: everything is read.
-    weights = next((tmp_path / "cache").glob("*.safetensors"))
-    (tmp_path / "cache" / MANIFEST).write_bytes(encode(behind))
+    copy = behind(run, tmp_path / "cache")
+    weights = next(copy.glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
@@ -96,6 +95,54 @@ def test_one_that_is_behind_by_three_reads_what_has_changed(run: Path, tmp_path:
     assert follower.poll() == "step-5"
     assert_loaded(loads, 5)
     assert follower.read_bytes >= whole
+
+
+def behind(run: Path, cache: Path) -> Path:
+    """Puts a copy of step-2 in place of the copies in a cache."""
+    for copy in cache.glob("copy-*"):
+        shutil.rmtree(copy)
+    found = decode_snapshot((run / "step-2" / MANIFEST).read_bytes(), "")
+    copy = cache / f"copy-{found.publication}"
+    copy.mkdir()
+    for name in (*found.files, MANIFEST):
+        shutil.copyfile(run / "step-2" / name, copy / name)
+    return copy
+
+
+@pytest.mark.parametrize("change", ["delta", "whole"])
+def test_a_copy_is_never_changed_and_a_new_one_takes_its_place(run: Path, tmp_path: Path, change: str) -> None:
+    """A server may still read the copy of a load whose answer was lost."""
+    copy = behind_in(run, tmp_path / "cache")
+    opened = [open(path, "rb") for path in sorted(copy.glob("*.safetensors"))]  # noqa: SIM115
+    if change == "whole":
+        edit = json.loads((copy / MANIFEST).read_text())
+        (copy / MANIFEST).write_text(json.dumps(edit | {"publication": 1}))
+    loads = Server()
+    assert SnapshotFollower(run, loads, tmp_path / "cache").poll() == "step-5"
+    assert_loaded(loads, 5)
+    assert [f.read() for f in opened] == [path.read_bytes() for path in sorted((run / "step-2").glob("*.safetensors"))]
+    for file in opened:
+        file.close()
+
+
+def behind_in(run: Path, cache: Path) -> Path:
+    SnapshotFollower(run, Server(), cache)
+    return behind(run, cache)
+
+
+def test_one_of_two_followers_has_a_cache(run: Path, tmp_path: Path) -> None:
+    first = SnapshotFollower(run, Server(), tmp_path / "cache")
+    with pytest.raises(Mismatch, match="another follower uses the cache"):
+        SnapshotFollower(run, Server(), tmp_path / "cache")
+    assert first.poll() == "step-5"
+    del first
+    assert SnapshotFollower(run, Server(), tmp_path / "cache").poll() == "step-5"
+
+
+def test_a_server_is_given_absolute_paths(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parent)
+    for cache in (None, Path("cache")):
+        assert SnapshotFollower(run.name, Server(), cache).poll() == "step-5"
 
 
 def test_a_damaged_snapshot_is_not_loaded(run: Path, tmp_path: Path) -> None:
@@ -113,7 +160,8 @@ def test_a_damaged_snapshot_is_not_loaded(run: Path, tmp_path: Path) -> None:
         follower = SnapshotFollower(copy, loads, cache)
         assert follower.poll() == "step-4"
         assert_loaded(loads, 4)
-        assert f"{weights.name} does not have the SHA-256" in str(follower.refused["step-5"])
+        told = "up.weight" if cache is None else f"{weights.name} does not have the SHA-256"
+        assert told in str(follower.refused["step-5"])
 
 
 def test_a_folder_with_files_of_others_is_no_cache(run: Path, tmp_path: Path) -> None:

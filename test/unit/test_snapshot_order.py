@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
-from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from sglang_reshard.errors import EngineRefused, EngineUnreachable
 from sglang_reshard.extras.snapshots.folders import LocalFolder, listed
 from sglang_reshard.extras.snapshots.follower import SnapshotFollower
-from sglang_reshard.patches import snapshot_loads, weights_info
-from sglang_reshard.protocol.messages import LoadSnapshotReq
 from sglang_reshard.protocol.publication import next_publication
 from support.following import Server
 from support.snapshot_writer import write
-from test_weights_info import OUTPUT, REQUEST
 
 
 def publication(folder: Path, name: str) -> int:
@@ -148,93 +141,3 @@ def test_a_snapshot_that_the_server_refuses_is_passed_over(tmp_path: Path) -> No
     server.fails = None
     write(tmp_path, 2)
     assert follower.poll() == "step-2"
-
-
-class Manager(SimpleNamespace):
-    """SGLang's tokenizer manager, as far as a load from disk goes, with the hook where SGLang has it: in its lock."""
-
-    def __init__(self) -> None:
-        super().__init__(is_pause=False, server_args=SimpleNamespace(weight_version="default", dp_size=1))
-        self.lock, self.open, self.loads = asyncio.Lock(), asyncio.Event(), []
-        self.open.set()
-
-    @asynccontextmanager
-    async def update_under_way(self, number: int) -> Any:
-        with weights_info.running(self, "update 8 is running; repeat this one when it has ended"):
-            async with self.lock:
-                yield
-                weights_info.record(self, msgspec.structs.replace(REQUEST, publication=number), OUTPUT)
-
-    async def update_weights_from_disk(self, obj: Any) -> tuple[bool, str, int]:
-        await self.open.wait()
-        async with self.lock:
-            return await snapshot_loads._in_order(self._stock, self, obj)
-
-    async def _stock(self, _manager: Any, obj: Any) -> tuple[bool, str, int]:
-        self.loads.append(obj.model_path)
-        return "bad" not in obj.model_path, "no such parameter", 0
-
-
-@pytest.fixture
-def stock_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one message of SGLang's that a load makes."""
-    import sys
-    from types import ModuleType
-
-    for name in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.managers.io_struct"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["sglang.srt.managers.io_struct"].UpdateWeightFromDiskReqInput = SimpleNamespace  # type: ignore[attr-defined]
-
-
-def load(manager: Any, path: str, number: int, **options: Any) -> Any:
-    return snapshot_loads.load(manager, LoadSnapshotReq(path=path, version=path, publication=number, **options))
-
-
-@pytest.mark.usefixtures("stock_request")
-def test_an_engine_remembers_what_it_holds_and_loads_nothing_earlier() -> None:
-    async def run() -> None:
-        manager = Manager()
-        assert (await load(manager, "three", 3)).success
-        assert weights_info.current(manager).publication == 3
-        refused = await load(manager, "two", 2)
-        assert not refused.success
-        assert "holds later weights than snapshot 'two'" in refused.message
-        async with manager.update_under_way(7):
-            pass
-        assert weights_info.current(manager).publication == 7
-        assert not (await load(manager, "six", 6)).success
-        with pytest.raises(EngineRefused, match="cannot load bad: no such parameter"):
-            await load(manager, "bad", 8)
-        assert weights_info.current(manager).publication == 7
-        assert (await load(manager, "one", 1, allow_rollback=True)).success
-        assert weights_info.current(manager).publication == 1
-        await manager.update_weights_from_disk(SimpleNamespace(model_path="by hand"))
-        assert weights_info.current(manager).publication == 1
-        async with manager.update_under_way(0):
-            pass
-        assert weights_info.current(manager).publication == 1, "an update without a number"
-        assert manager.loads == ["three", "bad", "one", "by hand"]
-
-    asyncio.run(run())
-
-
-@pytest.mark.usefixtures("stock_request")
-def test_an_update_that_begins_between_a_look_and_the_load_is_not_undone() -> None:
-    async def run() -> None:
-        manager = Manager()
-        manager.open.clear()
-        loading = asyncio.create_task(load(manager, "snapshot", 5))
-        await asyncio.sleep(0)  # it has looked at the order, and is on its way to SGLang's lock
-        async with manager.update_under_way(6):
-            pass
-        manager.open.set()
-        assert not (await loading).success
-        assert manager.loads == []
-        assert weights_info.current(manager).publication == 6
-
-        async with manager.update_under_way(9):
-            refused = await load(manager, "meanwhile", 8)
-            assert refused.message.startswith("update 8 is running")
-        assert "meanwhile" not in manager.loads
-
-    asyncio.run(run())

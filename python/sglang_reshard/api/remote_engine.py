@@ -9,13 +9,16 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
-from sglang_reshard.nearest import check_one_of
-from sglang_reshard.protocol.messages import LoadSnapshotOutput, LoadSnapshotReq, PauseMode
+from sglang_reshard.nearest import check_names, check_one_of
+from sglang_reshard.protocol.messages import LoadGiven, LoadSnapshotOutput, LoadSnapshotReq, PauseMode
 from sglang_reshard.protocol.server_client import ADMIN_API_KEY, API_KEY, URL, ServerClient
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["ADMIN_API_KEY", "API_KEY", "URL", "RemoteEngine"]
 
@@ -38,13 +41,28 @@ class RemoteEngine(ServerClient):
         self._ask("POST", "/update_weights_from_disk", {k: value for k, value in body.items() if value is not None})
 
     def load_snapshot(
-        self, path: str, version: str, publication: int, *, allow_rollback: bool = False
+        self,
+        path: str,
+        version: str,
+        publication: int,
+        *,
+        allow_rollback: bool = False,
+        **options: Unpack[LoadGiven],
     ) -> LoadSnapshotOutput:
         """Lets the server load a snapshot that its host sees, unless it holds later weights, see `LoadSnapshotReq`.
 
-        Raises EngineRefused if the server cannot load it.
+        options  of the load: `staged`, `ignore` and the other fields of `LoadGiven`
+
+        Raises EngineRefused if the snapshot cannot be loaded; the old weights keep serving. Raises TornWeights if the
+        load failed while weights were being written, and TypeError for an option that does not exist.
         """
-        request = LoadSnapshotReq(path=path, version=version, publication=publication, allow_rollback=allow_rollback)
+        check_names("a load", options, tuple(LoadGiven.__annotations__))
+        given: dict[str, Any] = dict(options)
+        for name in {"ignore", "frozen", "only"} & given.keys():
+            given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
+        request = LoadSnapshotReq(
+            path=path, version=version, publication=publication, allow_rollback=allow_rollback, **given
+        )
         return self._decoded(self._ask("POST", "/load_snapshot", request), LoadSnapshotOutput)
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:

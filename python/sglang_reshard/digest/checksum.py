@@ -50,6 +50,16 @@ class RegionSpec:
     def of(cls, shape: tuple[int, ...], region: Region, dtype: torch.dtype, cast: bool) -> RegionSpec:
         return cls(shape, region, dtype, cast) if shape else cls((1,), Region((0,), (1,), (1,)), dtype, cast)
 
+    @classmethod
+    def bits(cls, shape: tuple[int, ...], region: Region, item_bytes: int) -> RegionSpec:
+        """Returns elements of `item_bytes` as they are. Their views have the dtype of the result."""
+        return cls.of(shape, region, _INTEGERS[item_bytes], cast=False)
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...], item_bytes: int) -> RegionSpec:
+        """As `bits`, for all elements."""
+        return cls.bits(shape, Region.of(Box.whole(shape)), item_bytes)
+
 
 _Alike = tuple[RegionSpec, torch.dtype, torch.device, tuple[int, ...]]  # and strides
 

@@ -64,6 +64,12 @@ def model_digest(parts: Iterable[bytes]) -> str:
     return f"{total % MODULUS:0{2 * _BYTES}x}"
 
 
+def digest_of_sums(names: Iterable[str], sums: Iterable[int]) -> str:
+    """Returns the digest of a model whose whole tensors have these checksums."""
+    total = sum(_name_coefficient(name) * int(tensor) for name, tensor in zip(names, sums, strict=True))
+    return f"{total % MODULUS:0{2 * _BYTES}x}"
+
+
 def with_kept(digest: str, kept: Iterable[str]) -> str:
     """Returns the digest of weights whose parameters `kept` were not changed: it has their names.
 

@@ -125,7 +125,10 @@ class Transfers:
         mapped = strategy.mapped_by(self._rank, target.read_plan, index)
         memory = self.trainer_memory.map(mapped, request, session, index.layout)
         ranks_on_host = sum(demand.host == demands[self._rank].host for demand in demands)
-        landing = self._landings.make(request, target.program, index, session, target.names.names, ranks_on_host)
+        checked = request.verify != "off" and not strategy.compares
+        landing = self._landings.make(
+            request, target.program, index, session, target.names.names, ranks_on_host, checked=checked
+        )
         side = EngineSide(
             reads=Reads(self._rank, self._device, index, target.read_plan, landing, memory, request.timeout_s),
             live=target.program,

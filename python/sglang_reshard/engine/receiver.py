@@ -161,6 +161,11 @@ class WeightReceiver:
         with self._lock:
             self._executor.release_pages()
 
+    def written_by_others(self) -> None:
+        """All weights were written, but by no update: they are no longer torn."""
+        with self._lock:
+            self._executor.written_by_others()
+
     def close(self) -> None:
         """Leaves the session, and frees all but the weights."""
         with self._lock:

@@ -27,6 +27,7 @@ from dataclasses import replace
 import msgspec
 import torch
 
+from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
 from sglang_reshard.engine.loader_names import LoaderNames
 from sglang_reshard.engine.name_search import search_names
@@ -168,6 +169,10 @@ class UpdateExecutor:
         if self._live is not None:
             self._live = replace(self._live, signature=self._target.signature())
 
+    def written_by_others(self) -> None:
+        """See `WeightReceiver.written_by_others`."""
+        self.torn, self._live = "", None
+
     def release_pages(self) -> None:
         """See `WeightReceiver.release_pages`."""
         self._live = None  # their values are lost, as far as is known here
@@ -195,7 +200,7 @@ class UpdateExecutor:
         vote = Vote(
             error,
             report=report,
-            digest=context.digest,
+            digest=context.digest or with_kept(traffic.digest, transfer.kept),
             detour=traffic.detour,
             remark="" if self._remarked == (target.signature, target.layout) else left_alone_remark(target.program),
         )

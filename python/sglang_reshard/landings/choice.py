@@ -33,18 +33,21 @@ class Landings:
         session: Session,
         names: Sequence[str],
         ranks_on_host: int,
+        *,
+        checked: bool,
     ) -> Landing:
         """Returns where the weights of updates like `request` arrive for `program`.
 
         index          of the sent tensors
         names          of the tensors in the digest; empty for the layout's own
         ranks_on_host  number of engine ranks that share this one's host memory, with this one
+        checked        compare what arrives with the trainer's checksums
 
         Raises Unsupported if there is no memory for shadow weights.
         """
         landing = self._written(request, program, ranks_on_host)
         landing = converting(landing, self._device, request.bucket_bytes)
-        if request.verify != "off":
+        if checked:
             from sglang_reshard.landings.checked.engine import Checked
 
             landing = Checked(landing, index, session, names)

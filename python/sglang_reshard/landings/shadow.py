@@ -14,6 +14,8 @@ from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.landings.base import Landing, Update
 from sglang_reshard.trace.program import Program
 
+NO_ROOM = "staged=True needs"  # begins the error of an update for whose shadow weights there is no memory
+
 
 class Shadow(Landing):
     """Memory that is written instead of the targets of `live`, and is copied to them at the commit.
@@ -64,7 +66,7 @@ def check_room(nbytes: int, ranks_on_host: int, device: torch.device) -> None:
         free, needed, where = psutil.virtual_memory().available, nbytes * ranks_on_host, "its host"
     if free < needed:
         raise Unsupported(
-            f"staged=True needs {nbytes:,} bytes in addition to the weights ({needed:,} bytes in total there), but "
+            f"{NO_ROOM} {nbytes:,} bytes in addition to the weights ({needed:,} bytes in total there), but "
             f"{where} has {free:,} bytes free. Update without staged=True"
         )
 

@@ -11,10 +11,10 @@ from sglang_reshard.layout.regions import ITEM_BYTES, TensorSpec
 
 INDEX = "model.safetensors.index.json"
 _CONSOLIDATED = "consolidated.safetensors"  # Mistral's own format, which some folders have as well
-_DTYPES = {
+DTYPES = {  # safetensors' names -> torch's
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
-    "I8": "int8", "U8": "uint8", "BOOL": "bool",
+    "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def file_specs(file: Path) -> Iterator[TensorSpec]:
     with opening as opened:
         for name in opened.keys():  # noqa: SIM118 (it is no dict)
             of = opened.get_slice(name)
-            dtype = _DTYPES.get(of.get_dtype())
+            dtype = DTYPES.get(of.get_dtype())
             if dtype not in ITEM_BYTES:
                 raise Unsupported(f"{file.name}: {name} has the dtype {of.get_dtype()}, which is not supported")
             yield TensorSpec(name, tuple(of.get_shape()), dtype)

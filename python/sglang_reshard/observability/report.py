@@ -29,6 +29,7 @@ class Traffic(msgspec.Struct, frozen=True):
     changed         of these, elements that changed
     detour          why weights came from the trainer that were to come another way; empty if none did
     remark          on the route, for the trainer's report
+    digest          of all weights, if the route has compared them itself; see `Strategy.compares`
     """
 
     received_bytes: int = 0
@@ -38,6 +39,7 @@ class Traffic(msgspec.Struct, frozen=True):
     changed: int = 0
     detour: str = ""
     remark: str = ""
+    digest: str = ""
 
     @classmethod
     def of(cls, read_bytes: dict[int, int]) -> Traffic:

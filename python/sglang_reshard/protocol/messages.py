@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Generic, Literal, TypedDict, TypeVar, cast
 
 import msgspec
@@ -22,8 +23,9 @@ Verify = Literal["off", "sample", "full"]
 BY_VERSION: Literal["by_version"] = "by_version"
 FlushCache = bool | Literal["by_version"]
 PauseMode = Literal["abort", "retract", "in_place"]  # of SGLang's pause_generation
-# What an engine rank executes: a whole update, a part of one, or the other side of another engine's.
-Step = Literal["update", "stage", "staged", "commit", "share"]
+# What an engine rank executes: a whole update, a part of one, the other side of another engine's, or a question about
+# SGLang's own.
+Step = Literal["update", "stage", "staged", "commit", "share", "loaded"]
 
 
 class LoraAdapter(msgspec.Struct, frozen=True):
@@ -133,6 +135,17 @@ class ShareWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str | None = None
 
 
+class StockLoadReq(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks an engine's schedulers what SGLang's own update from disk, which has just ended, has done to the weights.
+
+    complete   also whether it has filled every parameter
+    timeout_s  see `DistributedUpdateWeightsReq`
+    """
+
+    complete: bool
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+
 class SharedWeights(msgspec.Struct, frozen=True):
     """Answers `ShareWeightsReq`.
 
@@ -151,29 +164,58 @@ class SharedWeights(msgspec.Struct, frozen=True):
 
 
 class LoadSnapshotReq(msgspec.Struct, frozen=True, kw_only=True):
-    """Lets a server load a snapshot, as by SGLang's own update_weights_from_disk.
+    """Lets a server load a snapshot: each engine rank reads its part of the snapshot's files.
 
-    path            of the snapshot's folder, as the server's host sees it
-    version         the engine's weight_version from then on
+    path            absolute path of the snapshot's folder, which all of the engine's hosts see
+    version         the snapshot's name, the engine's weight_version from then on
     publication     of the snapshot, see `protocol.publication`
     allow_rollback  load it also if the server holds a later publication
+    staged          receive apart from the live weights, while requests are served; where there is no memory for that,
+                    boxes are read twice: to compare them, and into the live weights
+
+    Other fields are as in `DistributedUpdateWeightsReq`.
     """
 
     path: str
     version: str
     publication: int
     allow_rollback: bool = False
+    staged: bool = True
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    flush_cache: FlushCache = True
+    abort_all_requests: bool = False
+    ignore: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    draft: bool = True
+
+
+class LoadGiven(TypedDict, total=False):
+    """The fields of `LoadSnapshotReq` that are given by name, but those of the snapshot."""
+
+    staged: bool
+    bucket_bytes: int
+    timeout_s: float
+    flush_cache: FlushCache
+    abort_all_requests: bool
+    ignore: Sequence[str]
+    frozen: Sequence[str]
+    only: Sequence[str]
+    draft: bool
 
 
 class LoadSnapshotOutput(msgspec.Struct, frozen=True):
     """Answers `LoadSnapshotReq`.
 
-    success  False where the server holds later weights, or gets them just now
-    message  why not; empty after a success
+    success     False where the server holds later weights, or gets them just now
+    message     why not; after a success a note, such as names that the engine does not use
+    read_bytes  that all engine ranks have read of the snapshot's files
     """
 
     success: bool
     message: str = ""
+    read_bytes: int = 0
 
 
 class PullWeightsReq(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ a route that is not used:
     ipc+p2p    ipc where memory can be mapped, p2p from the other trainer ranks
     nixl       engine ranks read registered memory of any host
     broadcast  groups of engine ranks read whole shards once, and broadcast them
+    disk       engine ranks read the files of a snapshot; a server asks for it, and no sender
 
 Others go around one of these. `delta` lets trainer ranks offer what has changed instead, `relay` lets engines pass on
 to each other what one of them has read:
@@ -30,7 +31,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.route_table import AROUND, ROUTES
+from sglang_reshard.route_table import AROUND, FROM_FILES, ROUTES
 
 if TYPE_CHECKING:
     from sglang_reshard.protocol.messages import Prepare
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 def route_module(name: str) -> ModuleType:
     """Returns the module of a route. Its `plan` is called on every engine rank, and makes the same of the same."""
-    return import_module(ROUTES.get(name) or AROUND[name])
+    return import_module((ROUTES | FROM_FILES | AROUND)[name])
 
 
 def engine_end(side: EngineSide, strategy: Strategy) -> EngineEnd:

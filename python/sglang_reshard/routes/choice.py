@@ -24,7 +24,7 @@ def choose_strategy(
 
     Raises Mismatch for an unknown transport, and Unsupported, naming ranks and hosts, for an infeasible one.
     """
-    check_transport(transport)
+    check_transport(transport, of_request=True)
     if transport == "auto":
         return _read_or_send(index, demands, topology, bucket_bytes)
     strategy: Strategy = route_module(transport).plan(index, demands, topology, bucket_bytes)

@@ -24,12 +24,14 @@ class Strategy:
     round_bytes   what a trainer rank sends an engine rank per round, or the latter reads by NIXL, [trainer ranks,
                   engine ranks]; 0 for none
     groups        peer ids of the members of each P2P communicator, see `routes.p2p.groups`
+    compares      the route compares what arrives itself: no landing asks trainer ranks for checksums
     """
 
     name: str
     reason: str
     round_bytes: np.ndarray
     groups: tuple[tuple[int, ...], ...] = ()
+    compares: bool = False
 
     def digest(self) -> str:
         """Returns a hash of all that engine ranks must plan alike."""

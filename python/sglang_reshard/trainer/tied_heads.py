@@ -60,7 +60,7 @@ class TiedHeads:
     @classmethod
     def of(cls, state: TrainerState, trainer_rank: int) -> TiedHeads:
         """Finds the heads among a state's tensors, without those that are their embedding's memory."""
-        found = list(_candidates(state.layout))
+        found = list(heads(state.layout))
         tied = tied_names(state.layout, state.shards) if found else {}
         pairs = tuple(_pair(state, trainer_rank, *pair) for pair in found if pair[0].name not in tied)
         used = sorted({view.number for pair in pairs for both in pair.views for view in both})
@@ -92,7 +92,7 @@ def judged(of_ranks: Sequence[Mapping[str, str]]) -> tuple[tuple[str, ...], dict
     return tuple(glob.escape(name) for name in names if name not in apart), apart
 
 
-def _candidates(layout: SourceLayout) -> Iterator[tuple[SourceTensor, SourceTensor, int, int]]:
+def heads(layout: SourceLayout) -> Iterator[tuple[SourceTensor, SourceTensor, int, int]]:
     """Yields tensors outside of layers with the shape of an embedding, that embedding, and their numbers."""
     embeddings: dict[tuple[int, ...], int] = {}
     outside = [

@@ -1,25 +1,29 @@
-"""Keeps a copy of one snapshot on this host, and brings it to a later one by deltas where these lead there."""
+"""Keeps a copy of the newest snapshot on this host, and makes the next one of it by deltas where these lead there.
+
+    cache/
+      .sglang-reshard-cache     one follower holds a lock on it
+      copy-1766700000000000/    a snapshot's files, and its manifest, in a folder named by its publication
+
+A copy is never changed: each snapshot gets a folder of its own, so that a server may read one at any time.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
-from collections.abc import Container, Sequence
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.extras.snapshots.delta_file import apply_delta
-from sglang_reshard.extras.snapshots.folders import Folder, LocalFolder, manifest
-from sglang_reshard.extras.snapshots.manifest import (
-    MANIFEST_BYTES,
-    Entry,
-    Snapshot,
-    decode_snapshot,
-    encode,
-    write_atomically,
-)
-from sglang_reshard.extras.snapshots.names import CACHE_MARK, DELTA, MANIFEST
+from sglang_reshard.extras.snapshots.folders import Folder, LocalFolder, manifest, manifest_in
+from sglang_reshard.extras.snapshots.manifest import MANIFEST, Entry, Snapshot, encode, write_atomically
+from sglang_reshard.extras.snapshots.names import CACHE_MARK, DELTA
 from sglang_reshard.extras.snapshots.tensor_files import check_files, check_kinds, check_size
 from sglang_reshard.observability.logs import get_logger
 
@@ -27,53 +31,93 @@ logger = get_logger(__name__)
 _PART = 1 << 24
 _LONGEST_CHAIN = 64  # of deltas, one after the other
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_MARK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _MODE = 0o666  # less the umask
+_COPY, _UNFINISHED = "copy-", ".unfinished-"  # of the names of copies, and of those that are being made
 
 
 class Cache:
-    """A folder of this host that only one follower writes.
+    """A folder of this host that only one follower writes: the one that made this object first.
 
+    path        of the folder, absolute
     read_bytes  of weights that were read from snapshots, so far
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises Mismatch for a folder that has files of others, and ReshardError for one that cannot be made."""
-        self.path = path
+        """Raises Mismatch for a folder that has files of others or another follower uses, and ReshardError for one that
+        cannot be made.
+        """
+        self.path = Path(os.path.abspath(path))
         try:
-            _claim(path)
+            weakref.finalize(self, os.close, _claim(self.path))  # another follower may have it then
         except OSError as error:
             raise ReshardError(f"{path} cannot be a cache: {error}") from error
-        self._files = LocalFolder(path)
+        self._copies = LocalFolder(self.path)
         self.read_bytes = 0
 
-    def bring(self, folder: Folder, newest: Snapshot, entries: Sequence[Entry]) -> None:
-        """Makes the copy that of a snapshot, one of the `entries` that `folder` lists.
+    def bring(self, folder: Folder, newest: Snapshot, entries: Sequence[Entry]) -> Path:
+        """Returns a copy of a snapshot, one of the `entries` that `folder` lists.
 
         Raises Mismatch, naming a file, for a snapshot that is damaged, and ReshardError where it finds no room here.
-        The copy is none then, and the next one is read whole.
         """
         check_kinds(newest, lambda name: folder.where(newest.name, name))
         try:
-            present = self._present()
-            chain = self._chain(folder, present, newest, entries) if present is not None else None
-            (self.path / MANIFEST).unlink(missing_ok=True)  # a copy that is half written is none
-            if chain is None or not self._advanced(folder, chain):
+            present = self._found()
+            if present == newest and self._is_whole(newest):
+                return self._place(newest)
+            chain = None if present is None else self._chain(folder, present, newest, entries)
+            if present is None or chain is None or not self._advanced(folder, chain, self._place(present)):
                 self._check_sizes(folder, newest)
-                self._clear(())
-                for name in newest.files:
-                    self._read_whole(folder, newest, name)
-                self._check(newest, folder)
-            self._clear(newest.files)
-            write_atomically(self.path / MANIFEST, encode(newest))
+                with self._new_copy(newest) as copy:
+                    for name in newest.files:
+                        self._read_whole(folder, newest, name, copy)
+                    self._check(newest, folder, copy)
+            return self._place(newest)
         except OSError as error:
             raise ReshardError(f"snapshot {newest.name} cannot be stored in the cache {self.path}: {error}") from error
 
-    def _present(self) -> Snapshot | None:
+    def _place(self, snapshot: Snapshot) -> Path:
+        return self.path / f"{_COPY}{snapshot.publication}"
+
+    def _found(self) -> Snapshot | None:
+        """Returns the newest copy, and deletes all other files. None if there is none: all is read then."""
+        known: list[Snapshot] = []
+        for name in self._copies.names():
+            with contextlib.suppress(Mismatch):
+                known.append(manifest_in(self._copies, name))
+        known = [snapshot for snapshot in known if _is_folder(self._place(snapshot))]
+        newest = max(known, key=lambda snapshot: snapshot.publication, default=None)
+        self._clear(keep=newest)
+        return newest
+
+    def _clear(self, keep: Snapshot | None) -> None:
+        """Deletes all copies and files but one copy, and this package's own mark. A server that reads one has it open.
+
+        Folders of a user stay.
+        """
+        for path in self.path.iterdir():
+            if path.name == CACHE_MARK or (keep is not None and path == self._place(keep)):
+                continue
+            if not _is_folder(path):
+                path.unlink()
+            elif path.name.startswith((_COPY, _UNFINISHED)):
+                shutil.rmtree(path)
+
+    @contextlib.contextmanager
+    def _new_copy(self, snapshot: Snapshot) -> Iterator[Path]:
+        """Yields a folder to make a copy in, which is one at the end of the block."""
+        copy = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.path))
         try:
-            with self._files.open("", MANIFEST) as (opened, _):
-                return decode_snapshot(opened.read(MANIFEST_BYTES + 1), str(self.path / MANIFEST))
-        except Mismatch:
-            return None  # all is read then
+            yield copy
+            os.chmod(copy, 0o777 & ~_umask())
+            write_atomically(copy / MANIFEST, encode(snapshot))
+            place = self._place(snapshot)
+            if os.path.lexists(place):  # a copy of it that was damaged
+                shutil.rmtree(place)
+            os.rename(copy, place)
+        except BaseException:
+            shutil.rmtree(copy, ignore_errors=True)
+            raise
 
     def _chain(
         self, folder: Folder, present: Snapshot, newest: Snapshot, entries: Sequence[Entry]
@@ -103,36 +147,49 @@ class Cache:
         needed = sum(f.nbytes if f.delta_bytes is None else f.delta_bytes for s in chain for f in s.files.values())
         return chain[::-1] if newest.files.keys() <= present.files.keys() and needed < whole else None
 
-    def _advanced(self, folder: Folder, chain: Sequence[Snapshot]) -> bool:
-        """Brings the copy along a chain of snapshots; returns whether the copy then equals the newest snapshot."""
+    def _advanced(self, folder: Folder, chain: Sequence[Snapshot], base: Path) -> bool:
+        """Makes a copy along a chain of snapshots from the copy `base`; returns whether it is the newest then."""
         newest = chain[-1]
         try:
-            for step in chain:
-                for name, file in step.files.items():
-                    if file.delta_bytes is None:
-                        self._read_whole(folder, step, name)
-                        continue
-                    with folder.open(step.name, name + DELTA) as (delta, nbytes):
-                        if nbytes != file.delta_bytes:
-                            raise Mismatch(f"{folder.where(step.name, name + DELTA)} has {nbytes} bytes")
-                        apply_delta(delta, self.path / name)
-                    self.read_bytes += file.delta_bytes
-            self._check(newest, folder)
+            with self._new_copy(newest) as copy:
+                for name in newest.files:
+                    self._advance(folder, chain, name, base, copy)
+                self._check(newest, folder, copy)
         except Mismatch as error:
             logger.warning("%s; snapshot %s is read whole", error, newest.name)
             return False
         return True
 
-    def _read_whole(self, folder: Folder, snapshot: Snapshot, name: str) -> None:
+    def _advance(self, folder: Folder, chain: Sequence[Snapshot], name: str, base: Path, copy: Path) -> None:
+        """Makes one file: of its last whole version, by the deltas since."""
+        steps = [step for step in chain if name in step.files]
+        whole = max((n for n, step in enumerate(steps) if step.files[name].delta_bytes is None), default=-1)
+        if whole >= 0:
+            self._read_whole(folder, steps[whole], name, copy)
+        else:
+            with self._copies.open(base.name, name) as (opened, nbytes):
+                self._write(copy / name, opened, nbytes)
+        for step in steps[whole + 1 :]:
+            of = step.files[name]
+            with folder.open(step.name, name + DELTA) as (delta, nbytes):
+                if nbytes != of.delta_bytes:
+                    raise Mismatch(f"{folder.where(step.name, name + DELTA)} has {nbytes} bytes")
+                apply_delta(delta, copy / name)
+            self.read_bytes += nbytes
+
+    def _read_whole(self, folder: Folder, snapshot: Snapshot, name: str, copy: Path) -> None:
         with folder.open(snapshot.name, name) as (source, nbytes):
             check_size(nbytes, snapshot.files[name], folder.where(snapshot.name, name))
-            self._write(self.path / name, source, nbytes)
+            self._write(copy / name, source, nbytes)
         self.read_bytes += nbytes
 
     def _write(self, path: Path, source: BinaryIO, nbytes: int) -> None:
         """Copies exactly this number of bytes, even if a store reports another size."""
-        path.unlink(missing_ok=True)
-        with open(self._new(path), "wb") as copy:
+        try:
+            descriptor = os.open(path, _NEW, _MODE)
+        except OSError as error:
+            raise ReshardError(f"{path} cannot be written: {error}") from error
+        with open(descriptor, "wb") as copy:
             while nbytes and (part := source.read(min(nbytes, _PART))):
                 try:
                     copy.write(part)
@@ -140,41 +197,62 @@ class Cache:
                     raise ReshardError(f"{path} cannot be written: {error}") from error
                 nbytes -= len(part)
 
-    @staticmethod
-    def _new(path: Path) -> int:
-        try:
-            return os.open(path, _NEW, _MODE)
-        except OSError as error:
-            raise ReshardError(f"{path} cannot be written: {error}") from error
-
-    def _check(self, snapshot: Snapshot, folder: Folder) -> None:
+    def _check(self, snapshot: Snapshot, folder: Folder, copy: Path) -> None:
         """Raises Mismatch, naming a file of the snapshot, unless the copy is that snapshot."""
-        check_files(lambda name: self._files.open("", name), snapshot, lambda name: folder.where(snapshot.name, name))
+        files = LocalFolder(copy)
+        check_files(lambda name: files.open("", name), snapshot, lambda name: folder.where(snapshot.name, name))
+
+    def _is_whole(self, snapshot: Snapshot) -> bool:
+        """Returns whether the copy of a snapshot is what it was."""
+        try:
+            self._check(snapshot, self._copies, self._place(snapshot))
+        except Mismatch:
+            self._clear(keep=None)
+            return False
+        return True
 
     def _check_sizes(self, folder: Folder, snapshot: Snapshot) -> None:
-        """Raises before the copy is touched, for files of other sizes than the manifest says, and without room here."""
+        """Raises before a copy is begun, for files of other sizes than the manifest says, and without room here."""
         for name, file in snapshot.files.items():
             with folder.open(snapshot.name, name) as (_, nbytes):
                 check_size(nbytes, file, folder.where(snapshot.name, name))
-        needed, free = sum(file.nbytes for file in snapshot.files.values()), shutil.disk_usage(self.path).free
-        free += sum(path.lstat().st_size for path in self.path.iterdir())
-        if needed > free:
+        self._check_room(snapshot)
+
+    def _check_room(self, snapshot: Snapshot) -> None:
+        needed = sum(file.nbytes for file in snapshot.files.values())
+        if needed > shutil.disk_usage(self.path).free:
+            self._clear(keep=None)
+        if needed > (free := shutil.disk_usage(self.path).free):
             raise ReshardError(
                 f"{self.path} has {free} bytes free, but snapshot {snapshot.name} needs {needed}; free space, or use "
                 "another cache folder"
             )
 
-    def _clear(self, kept: Container[str]) -> None:
-        """Deletes all files but those, and this package's own mark."""
-        for path in self.path.iterdir():
-            if path.name not in kept and path.name != CACHE_MARK and (path.is_symlink() or not path.is_dir()):
-                path.unlink()
 
+def _claim(path: Path) -> int:
+    """Makes a folder a cache; other files in it are deleted later. Returns a descriptor that holds it.
 
-def _claim(path: Path) -> None:
-    """Makes a folder a cache; other files in it are deleted. Raises Mismatch if it has files of others."""
+    Raises Mismatch if it has files of others, or another follower holds it.
+    """
     path.mkdir(parents=True, exist_ok=True)
-    if not (path / CACHE_MARK).exists():
-        if any(path.iterdir()):
-            raise Mismatch(f"{path} holds files that do not belong to a snapshot cache; pass an empty folder")
-        (path / CACHE_MARK).touch()
+    if not (path / CACHE_MARK).exists() and any(path.iterdir()):
+        raise Mismatch(f"{path} holds files that do not belong to a snapshot cache; pass an empty folder")
+    mark = os.open(path / CACHE_MARK, _MARK, _MODE)
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(mark)
+        raise Mismatch(f"another follower uses the cache {path}; give each follower its own folder") from None
+    except OSError:
+        logger.warning("%s cannot be locked; make sure that no other follower uses it", path)
+    return mark
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

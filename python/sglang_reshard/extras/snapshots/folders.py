@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -26,11 +25,9 @@ from sglang_reshard.extras.snapshots.manifest import (
 from sglang_reshard.extras.snapshots.names import LIST, MANIFEST, check_snapshot_name
 from sglang_reshard.nearest import nearest
 from sglang_reshard.observability.logs import get_logger
+from sglang_reshard.regular_files import FOLDER_FLAGS, open_regular
 
 logger = get_logger(__name__)
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO without a writer is not waited for
-_KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
 
 
 class Folder(Protocol):
@@ -57,8 +54,13 @@ def listed(folder: Folder) -> SnapshotList | None:
 
 def manifest(folder: Folder, entry: Entry) -> Snapshot:
     """Returns a snapshot's manifest. Raises Mismatch if it is missing, or another's."""
-    where = folder.where(entry.name, MANIFEST)
-    data = _read(folder, entry.name, MANIFEST, MANIFEST_BYTES)
+    return manifest_in(folder, entry.name, entry)
+
+
+def manifest_in(folder: Folder, name: str, entry: Entry | None = None) -> Snapshot:
+    """As `manifest`, of a snapshot, any one by default, in the folder `name`."""
+    where = folder.where(name, MANIFEST)
+    data = _read(folder, name, MANIFEST, MANIFEST_BYTES)
     if data is None:
         raise Mismatch(f"{where} is missing")
     return decode_snapshot(data, where, entry)
@@ -133,23 +135,18 @@ class LocalFolder:
     def open(self, name: str, file: str) -> Iterator[tuple[BinaryIO, int]]:
         where = self.where(*([name] if name else []), file)
         with _told(where), contextlib.ExitStack() as stack:
-            within = os.open(self._root, _FOLDER & ~os.O_NOFOLLOW)  # what the user has named
+            within = os.open(self._root, FOLDER_FLAGS & ~os.O_NOFOLLOW)  # what the user has named
             stack.callback(os.close, within)
             if name:
-                within = os.open(name, _FOLDER, dir_fd=within)
+                within = os.open(name, FOLDER_FLAGS, dir_fd=within)
                 stack.callback(os.close, within)
-            opened, found = _regular(within, file, where)
+            opened, found = open_regular(within, file, where)
             with opened:
                 yield opened, found.st_size
 
     def names(self) -> tuple[str, ...]:
         with _told(str(self._root)), os.scandir(self._root) as found:
             return tuple(e.name for e in found if e.is_dir(follow_symlinks=False) and _is_name(e.name))
-
-    def files(self, name: str) -> Iterator[str]:
-        """Yields the names of all that is in a snapshot's folder but folders."""
-        with _told(self.where(name)), os.scandir(self._root / name) as found:
-            yield from [entry.name for entry in found if not entry.is_dir(follow_symlinks=False)]
 
 
 class StoredFolder:
@@ -191,24 +188,6 @@ def folder_of(url: str | Path) -> Folder:
         raise Unsupported(f"{url} cannot be read: {error}{nearest(str(url).partition('://')[0], known)}") from error
     protocols = (files.protocol,) if isinstance(files.protocol, str) else files.protocol
     return LocalFolder(root) if "file" in protocols else StoredFolder(files, root)
-
-
-def _regular(folder: int, file: str, where: str) -> tuple[BinaryIO, os.stat_result]:
-    """Opens a regular file of an open folder. A device is not even opened, unless it is put there in this moment."""
-    _check_regular(os.stat(file, dir_fd=folder, follow_symlinks=False), where)
-    opened = open(os.open(file, _FILE, dir_fd=folder), "rb")  # noqa: SIM115 (the caller closes it)
-    try:
-        found = os.fstat(opened.fileno())
-        _check_regular(found, where)
-    except BaseException:
-        opened.close()
-        raise
-    return opened, found
-
-
-def _check_regular(found: os.stat_result, where: str) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise Mismatch(f"{where} is {_KINDS.get(stat.S_IFMT(found.st_mode), 'a device')}, not a file")
 
 
 def _is_name(name: str) -> bool:

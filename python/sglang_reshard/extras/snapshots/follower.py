@@ -5,8 +5,9 @@
         follower.poll()
         time.sleep(5)
 
-With a cache it keeps a copy of the checkpoint on this host, and reads only changed elements as long as there are deltas
-from its snapshot. Every file is compared with its hash before the server loads it.
+The server loads a snapshot as any update: its engine ranks read their parts of the files, and compare them with the
+manifest before they write. With a cache the follower keeps a copy of the snapshot on this host, and reads only changed
+elements as long as there are deltas from its copy.
 
 The folder is not trusted. A bad snapshot is logged once and skipped in favor of the newest good one. A server never
 goes back to an earlier publication than it holds, unless that is allowed.
@@ -14,6 +15,7 @@ goes back to an earlier publication than it holds, unless that is allowed.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +25,15 @@ from typing import TYPE_CHECKING
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, ReshardError, Unsupported
 from sglang_reshard.extras.snapshots.cache import Cache
 from sglang_reshard.extras.snapshots.folders import LocalFolder, folder_of, listed, manifest
-from sglang_reshard.extras.snapshots.manifest import Entry, Snapshot
+from sglang_reshard.extras.snapshots.manifest import Entry
 from sglang_reshard.extras.snapshots.names import LIST
-from sglang_reshard.extras.snapshots.tensor_files import check_files, is_read_by_loaders
+from sglang_reshard.nearest import check_names
 from sglang_reshard.observability.logs import get_logger
+from sglang_reshard.protocol.messages import LoadGiven
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from sglang_reshard.api.remote_engine import RemoteEngine
     from sglang_reshard.protocol.weights_info import WeightsInfo
 
@@ -48,20 +53,29 @@ class _Refused:
 class SnapshotFollower:
     """Keeps one server at the newest good snapshot of a folder.
 
-    read_bytes  that the last `poll` has read of weights, from the folder
+    read_bytes  that the last `poll` has read of weights from the folder, into the cache or by the server
     listed      the number of snapshots that the folder listed at the last `poll`
     """
 
     def __init__(
-        self, folder: str | Path, engine: RemoteEngine, cache: Path | None = None, *, allow_rollback: bool = False
+        self,
+        folder: str | Path,
+        engine: RemoteEngine,
+        cache: Path | None = None,
+        *,
+        allow_rollback: bool = False,
+        **options: Unpack[LoadGiven],
     ) -> None:
         """`folder`: a path, or a URL that fsspec knows. The server must see `cache`; without one, the folder itself.
 
         allow_rollback  give the server the newest snapshot of the folder also if it holds later weights
+        options         of each load: `staged`, `ignore` and others, see `RemoteEngine.load_snapshot`
 
-        Raises Unsupported for a URL without a cache, and Mismatch for a cache that has files of others.
+        Raises Unsupported for a URL without a cache, Mismatch for a cache that has files of others or that another
+        follower uses, and TypeError for an option that does not exist.
         """
-        self._folder = folder_of(folder)
+        check_names("a load", options, tuple(LoadGiven.__annotations__))
+        self._folder, self._options = folder_of(folder), options
         if cache is None and not isinstance(self._folder, LocalFolder):
             raise Unsupported(f"a server cannot load weights from {folder}; pass a cache")
         self._engine, self._cache = engine, None if cache is None else Cache(cache)
@@ -107,7 +121,7 @@ class SnapshotFollower:
                 continue
             try:
                 loaded = self._engine.load_snapshot(
-                    str(path), entry.name, entry.publication, allow_rollback=self._allow_rollback
+                    str(path), entry.name, entry.publication, allow_rollback=self._allow_rollback, **self._options
                 )
             except EngineUnreachable:
                 raise
@@ -118,6 +132,8 @@ class SnapshotFollower:
             if not loaded.success:  # the server has got later weights meanwhile
                 self._tell("held", loaded.message)
                 return None
+            if self._cache is None:
+                self.read_bytes = loaded.read_bytes
             logger.info("%s now serves snapshot %s; %d bytes were read", self._engine.url, entry.name, self.read_bytes)
             return entry.name
         return None
@@ -144,18 +160,15 @@ class SnapshotFollower:
                 return
 
     def _prepared(self, entry: Entry, entries: Sequence[Entry]) -> Path:
-        """Returns a checked checkpoint that the server can load. Raises ReshardError, naming a file."""
+        """Returns the folder that the server is to load. Raises ReshardError, naming a file."""
         snapshot = manifest(self._folder, entry)
-        if self._cache is not None:
-            before = self._cache.read_bytes
-            try:
-                self._cache.bring(self._folder, snapshot, entries)
-            finally:
-                self.read_bytes += self._cache.read_bytes - before
-            return self._cache.path
-        assert isinstance(self._folder, LocalFolder)
-        _check_in_place(self._folder, snapshot)
-        return Path(self._folder.where(entry.name))
+        if self._cache is None:
+            return Path(os.path.abspath(self._folder.where(entry.name)))
+        before = self._cache.read_bytes
+        try:
+            return self._cache.bring(self._folder, snapshot, entries)
+        finally:
+            self.read_bytes += self._cache.read_bytes - before
 
     def _refuse(self, entry: Entry, error: ReshardError) -> None:
         before = self._refused.get(entry)
@@ -168,17 +181,3 @@ class SnapshotFollower:
         if self._told.get(what) != message:
             logger.warning("%s", message)
         self._told[what] = message
-
-
-def _check_in_place(folder: LocalFolder, snapshot: Snapshot) -> None:
-    """Raises Mismatch unless a server that loads the snapshot's own folder reads exactly the files in its manifest.
-
-    Later writes to the folder are not noticed: the server opens the files itself.
-    """
-    check_files(lambda name: folder.open(snapshot.name, name), snapshot, lambda name: folder.where(snapshot.name, name))
-    for name in folder.files(snapshot.name):
-        if name not in snapshot.files and is_read_by_loaders(name):
-            raise Mismatch(
-                f"{folder.where(snapshot.name, name)} is not in the manifest, but a server would read it; delete it, "
-                "or write a new snapshot"
-            )

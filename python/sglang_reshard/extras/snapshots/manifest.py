@@ -24,6 +24,7 @@ from sglang_reshard.protocol.publication import MOST_PUBLICATION
 __all__ = ["DELTA", "LIST", "MANIFEST"]
 
 MANIFEST_BYTES, LIST_BYTES = 16 << 20, 4 << 20  # at most
+SUM_DIGITS = 16  # of a checksum in a manifest
 _PART = 1 << 24  # bytes that are read at once
 _MODE = 0o666  # less the umask, as of any new file
 T = TypeVar("T")
@@ -31,6 +32,7 @@ T = TypeVar("T")
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 _Publication = Annotated[int, msgspec.Meta(ge=0, le=MOST_PUBLICATION)]
 _Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+_Sums = Annotated[str, msgspec.Meta(pattern=f"^([0-9a-f]{{{SUM_DIGITS}}})*$")]
 
 
 class SnapshotFile(msgspec.Struct, frozen=True):
@@ -38,11 +40,15 @@ class SnapshotFile(msgspec.Struct, frozen=True):
 
     sha256       of its content
     delta_bytes  size of the file next to it with the changes since `Snapshot.base`; None if there is none
+    table, sums  of safetensors: SHA-256 of the table of tensors, and the checksum of each tensor in the order of their
+                 bytes, see `digest`. Snapshots that 0.1.0 wrote have neither
     """
 
     nbytes: _Bytes
     sha256: _Sha256
     delta_bytes: _Bytes | None = None
+    table: _Sha256 | None = None
+    sums: _Sums = ""
 
 
 class Entry(NamedTuple):

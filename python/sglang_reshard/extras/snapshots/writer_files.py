@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -11,23 +12,21 @@ from pathlib import Path
 import torch
 
 from sglang_reshard.copying.copy_list import CopyList
+from sglang_reshard.digest.checksum import RegionBatch, RegionSpec
+from sglang_reshard.digest.selection import Selection
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.extras.snapshots.delta_file import write_delta
 from sglang_reshard.extras.snapshots.manifest import DELTA, SnapshotFile, sha256_of
 from sglang_reshard.extras.snapshots.tensor_files import INDEX, MOST_TENSORS
 from sglang_reshard.extras.snapshots.writer_folder import to_disk
+from sglang_reshard.layout.checkpoint_headers import DTYPES
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.routes.p2p.links import destination_view
 from sglang_reshard.sources import TrainerState
 from sglang_reshard.trace.program import Program
 
-_SAFETENSORS = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
-    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
+_SAFETENSORS = {name: dtype for dtype, name in DTYPES.items()}
 FLOATING_POINT = tuple(name for name in _SAFETENSORS if getattr(torch, name).is_floating_point)
 DEFAULT_FILE_BYTES = 5 << 30
 
@@ -48,6 +47,7 @@ class SnapshotFiles:
 
     files: tuple[_File, ...]
     dtypes: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
     nbytes: int
 
     @classmethod
@@ -87,7 +87,7 @@ class SnapshotFiles:
                     len(header) + begin,
                 )
             )
-        return cls(tuple(files), dtypes, sum(sizes.values()))
+        return cls(tuple(files), dtypes, shapes, sum(sizes.values()))
 
     def reserve(self, folder: Path) -> None:
         """Creates the files with their headers, and takes their space on the disk: a full one fails here."""
@@ -112,18 +112,29 @@ class SnapshotFiles:
             delta_bytes = write_delta(base / file.name, path, out, units, file.nbytes // 2)
             if delta_bytes is not None:
                 to_disk(out)
-        return SnapshotFile(file.nbytes, sha256_of(path), delta_bytes)
+        sums = "".join(f"{tensor:016x}" for tensor in self._sums(file, path))
+        table = hashlib.sha256(file.header).hexdigest()
+        return SnapshotFile(file.nbytes, sha256_of(path), delta_bytes, table, sums)
 
-    def program(self, layout: SourceLayout, folder: Path) -> Program:
+    def _sums(self, file: _File, path: Path) -> list[int]:
+        """Returns the checksum of each tensor of a file, in the order of their bytes, see `digest`."""
+        mapped, batch = torch.from_file(str(path), size=file.nbytes, dtype=torch.uint8), RegionBatch()
+        for row, (name, at) in enumerate(file.offsets.items()):
+            spec = RegionSpec.whole(self.shapes[name], _item_bytes(self.dtypes[name]))
+            view = mapped[at : at + math.prod(spec.shape) * spec.dtype.itemsize].view(spec.dtype)
+            batch.add(spec, view, row)
+        found: list[int] = batch.checksums(len(file.offsets), Selection.full()).tolist()
+        return found
+
+    def program(self, folder: Path) -> Program:
         """Returns copies of whole tensors into the files, which are mapped."""
-        shapes = {t.name: t.shape for t in layout.tensors}
         targets: dict[str, torch.Tensor] = {}
         for file in self.files:
             mapped = torch.from_file(str(folder / file.name), shared=True, size=file.nbytes, dtype=torch.uint8)
             for name, at in file.offsets.items():
                 dtype = getattr(torch, self.dtypes[name])
-                targets[name] = mapped[at : at + math.prod(shapes[name]) * dtype.itemsize].view(dtype)
-        return Program.whole(shapes, targets)
+                targets[name] = mapped[at : at + math.prod(self.shapes[name]) * dtype.itemsize].view(dtype)
+        return Program.whole(self.shapes, targets)
 
 
 def write_boxes(state: TrainerState, files: SnapshotFiles, folder: Path, trainer_rank: int) -> int:
@@ -131,7 +142,7 @@ def write_boxes(state: TrainerState, files: SnapshotFiles, folder: Path, trainer
 
     Returns its bytes, in the trainer's dtypes.
     """
-    index, program = TensorIndex.of(state.layout), files.program(state.layout, folder)
+    index, program = TensorIndex.of(state.layout), files.program(folder)
     ranks = state.layout.trainer_ranks
     # As one reader of everything, to whom all trainer ranks are equally near: they share what several hold.
     plan = plan_reads(index, program.copies, RankLocation(0, 1, "", ("",) * ranks))

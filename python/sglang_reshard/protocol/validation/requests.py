@@ -26,7 +26,7 @@ from sglang_reshard.protocol.messages import (
 )
 from sglang_reshard.protocol.publication import MOST_PUBLICATION
 from sglang_reshard.protocol.validation.layouts import MAX_TRAINER_RANKS
-from sglang_reshard.route_table import ROUTES
+from sglang_reshard.route_table import FROM_FILES, ROUTES
 
 MAX_BUCKET_BYTES = 1 << 40
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 1e9
@@ -43,9 +43,9 @@ _KEY_LENGTH, _DIGEST_LENGTH = 64, 16  # hexadecimal digits
 _HEXADECIMAL = frozenset("0123456789abcdef")
 
 
-def check_transport(name: str) -> None:
-    """Raises Mismatch for the name of a transport that does not exist."""
-    if name != "auto" and name not in ROUTES:
+def check_transport(name: str, *, of_request: bool = False) -> None:
+    """Raises Mismatch for the name of a transport that does not exist, or that no user can ask for."""
+    if name != "auto" and name not in ROUTES and not (of_request and name in FROM_FILES):
         raise Mismatch(not_one_of(f"transport {name[:80]!r}", name, ("auto", *ROUTES)))
 
 
@@ -150,7 +150,7 @@ def _check_options(
     _check_lengths((request.transport,), invalid)
     if not isinstance(request, PullWeightsReq):
         _check_number("protocol", request.protocol, invalid)
-    check_transport(request.transport)
+    check_transport(request.transport, of_request=isinstance(request, DistributedUpdateWeightsReq))
     if request.verify not in get_args(Verify):  # of a request that was decoded it is
         raise invalid(not_one_of(f"verify={request.verify!r}", request.verify, get_args(Verify)))
     if not 1 <= request.bucket_bytes <= MAX_BUCKET_BYTES:

@@ -103,19 +103,22 @@ class NixlLink:
         shard_of: Callable[[int], RemoteShard],
         views: Sequence[tuple[torch.Tensor, ...]],
         round_bytes: int,
-        device: torch.device,
+        device: torch.device | None,
+        descriptor_bytes: int = DESCRIPTOR_BYTES,
     ) -> NixlLink:
         """Cuts what an engine rank on `device` reads into messages of at most `round_bytes`, gaps included.
 
-        source    names the rank that is read, in errors
-        shard_of  its shard of the layout's tensor number
-        views     of live memory, for each item of the request
+        source            names the rank that is read, in errors
+        shard_of          its shard of the layout's tensor number
+        views             of live memory, for each item of the request
+        device            None reads nothing in place
+        descriptor_bytes  see `plan_runs`; 0 reads no gaps
         """
         entries, items = list(request.entries()), request.items(layout)
         memory = [_memory(source, shard_of(tensor), tensor, region) for tensor, region in entries]
         ratio = 1.0
         for (_, region), (_, strides), item in zip(entries, memory, items, strict=True):
-            runs = plan_runs(region.count, strides, item.item_bytes, DESCRIPTOR_BYTES, _MAX_RATIO)
+            runs = plan_runs(region.count, strides, item.item_bytes, descriptor_bytes, _MAX_RATIO)
             ratio = max(ratio, runs.total_bytes / item.nbytes)
         # Gaps that are read take room in the bucket, too.
         message_bytes = max(ALIGN_BYTES, int(round_bytes / ratio) // ALIGN_BYTES * ALIGN_BYTES)
@@ -129,11 +132,11 @@ class NixlLink:
                 count = region.count if piece.box is None else piece.box.shape
                 if piece.box is not None:
                     offset += sum(a * s for a, s in zip(piece.box.start, strides, strict=True))
-                runs = plan_runs(count, strides, item_bytes, DESCRIPTOR_BYTES, ratio)
+                runs = plan_runs(count, strides, item_bytes, descriptor_bytes, ratio)
                 shard = shard_of(tensor)
                 parts.append(Part(piece, count, runs, shard, shard.address + offset * item_bytes, end))
                 end = aligned(end + runs.total_bytes)
-            in_place = link.in_place(message, device)
+            in_place = None if device is None else link.in_place(message, device)
             if in_place is not None and not parts[0].runs.is_row_major(parts[0].count):
                 in_place = None  # gaps would overwrite other parameters
             messages.append(ReadMessage(parts, 0 if in_place is not None else end, in_place))

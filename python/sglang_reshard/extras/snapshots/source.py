@@ -1,0 +1,87 @@
+"""Describes a snapshot on this host as the source of an update: engine ranks read its files by the route `disk`."""
+
+from __future__ import annotations
+
+import glob
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.extras.snapshots.folders import LocalFolder, manifest_in
+from sglang_reshard.extras.snapshots.manifest import SUM_DIGITS, Entry
+from sglang_reshard.extras.snapshots.tensor_files import SAFETENSORS, check_kinds, check_size, note_tensors, read_table
+from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
+from sglang_reshard.routes.disk.messages import DiskFile, DiskFiles
+from sglang_reshard.trainer.tied_heads import heads
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSource:
+    """A snapshot's tensors, and their places in its files.
+
+    equal  fnmatch patterns of the names of heads that are their embeddings bit for bit
+    apart  name -> why another head is not
+    """
+
+    layout: SourceLayout
+    files: DiskFiles
+    equal: tuple[str, ...]
+    apart: dict[str, str]
+
+
+def open_snapshot(path: Path, entry: Entry) -> SnapshotSource:
+    """Reads the manifest and the tables of tensors of the snapshot `entry` in the folder `path`; no weights.
+
+    Raises Mismatch, naming a file, for a folder that is not that snapshot, or whose files are not as it says.
+    """
+    if not path.is_absolute():
+        raise Mismatch(f"{path} is not an absolute path; pass the path of the snapshot on the server's host")
+    folder, name = LocalFolder(path.parent), path.name
+    snapshot = manifest_in(folder, name, entry)
+
+    def where(file: str) -> str:
+        return folder.where(name, file)
+
+    check_kinds(snapshot, where)
+    files: list[DiskFile] = []
+    tensors: list[SourceTensor] = []
+    sums = ""
+    of_tensor: dict[str, str] = {}
+    places: list[tuple[int, int]] = []
+    weights = {file: of for file, of in sorted(snapshot.files.items()) if file.endswith(SAFETENSORS)}
+    has_sums = all(of.table for of in weights.values())
+    for file_name, file in weights.items():
+        with folder.open(name, file_name) as (opened, nbytes):
+            check_size(nbytes, file, where(file_name))
+            table = read_table(opened, nbytes, where(file_name))
+        note_tensors(of_tensor, table, file_name, where(file_name))
+        if has_sums and (table.sha256, SUM_DIGITS * len(table.tensors)) != (file.table, len(file.sums)):
+            raise Mismatch(f"{where(file_name)} has another table of tensors than its manifest")
+        places += [(len(files), offset) for _, offset in table.tensors]
+        tensors += [SourceTensor(spec.name, spec.shape, spec.dtype, 0, 0) for spec, _ in table.tensors]
+        files.append(DiskFile(file_name, nbytes, table.nbytes, table.sha256, "" if has_sums else file.sha256))
+        sums += file.sums if has_sums else ""
+    layout = SourceLayout(1, (Mesh((1,), (0,)),), ((Placement(),),), tuple(tensors))
+    of_file, offsets = zip(*places, strict=True) if places else ((), ())
+    found = DiskFiles(
+        snapshot.name,
+        str(path),
+        tuple(files),
+        np.array(of_file, "<i4").tobytes(),
+        np.array(offsets, "<i8").tobytes(),
+        np.frombuffer(bytes.fromhex(sums), ">u8").astype("<u8").tobytes(),
+    )
+    return SnapshotSource(layout, found, *_judged(layout, found))
+
+
+def _judged(layout: SourceLayout, files: DiskFiles) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Returns the heads that are their embeddings, and why others are not, by the checksums of both."""
+    sums, equal, apart = files.tensor_sums(), [], {}
+    for head, of, number, of_number in heads(layout):
+        if len(sums) and head.dtype == of.dtype and sums[number] == sums[of_number]:
+            equal.append(glob.escape(head.name))
+        else:
+            apart[head.name] = f"snapshot {files.snapshot}: {head.name} differs from {of.name}"
+    return tuple(equal), apart

@@ -1,0 +1,250 @@
+"""An engine rank's end of disk: reads exactly the elements that it lacks from a snapshot's files, and compares them.
+
+Nothing becomes live before all engine ranks have compared what all of them have read. What arrives apart from the live
+weights is compared there. Otherwise the boxes are read twice: once to compare them, before any rank may write, and once
+into the live weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from sglang_reshard import tasks
+from sglang_reshard.copying.copy_list import CopyList
+from sglang_reshard.digest.checksum import RegionBatch, RegionSpec
+from sglang_reshard.digest.selection import Selection
+from sglang_reshard.digest.whole_model import digest_of_sums
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.layout.regions import Box, Region, split
+from sglang_reshard.observability.report import Traffic
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting
+from sglang_reshard.routes.disk.messages import get_files
+from sglang_reshard.routes.disk.reader import OpenFiles, Run
+from sglang_reshard.routes.disk.sums import RankSums, compare
+from sglang_reshard.routes.nixl.link import NixlLink, ReadMessage
+from sglang_reshard.routes.nixl.remote_shards import RemoteShard
+from sglang_reshard.routes.p2p.links import destination_reads, destination_view, targets_by_round
+from sglang_reshard.routes.p2p.messages import send_request
+from sglang_reshard.routes.strategy import Strategy
+from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
+from sglang_reshard.shown_names import some_names
+
+_SOURCE = 0  # the trainer rank that holds all tensors
+_THREADS = 4  # that read at a time
+_SUMS = "disk/sums"  # what engine ranks exchange
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What is read at once. rows: of the checksums that `sums` computes, the numbers of the reads"""
+
+    runs: Sequence[Run]
+    copies: CopyList
+    sums: RegionBatch
+    rows: np.ndarray
+
+
+class _Pending:
+    def __init__(self, futures: Sequence[Future[Any]]) -> None:
+        self._futures = futures
+
+    def wait(self) -> None:
+        for future in self._futures:
+            future.result()
+
+
+class DiskEngineEnd(EngineEnd):
+    """Reads all that this rank lacks. It is used for one update: the next snapshot has other files."""
+
+    def __init__(self, side: EngineSide, strategy: Strategy) -> None:
+        self._reads, self._ranks = side.reads, len(side.read_plans)
+        self._message_bytes = int(strategy.round_bytes[_SOURCE, side.engine_rank])
+        self._rounds: list[_Round] = []
+        self._regions: list[tuple[int, Region]] = []  # tensor number and region of each read
+        self._compared: np.ndarray | None = None  # the checksum of each read, once all ranks have compared them
+        self._traffic = Traffic()
+
+    def connect(self, meeting: Meeting) -> None:
+        reads = self._reads
+        self._meeting, self._files = meeting, get_files(meeting.session, reads.tensor_index.layout, reads.timeout_s)
+        self._of_tensor, self._offsets = self._files.places()
+        plan = reads.read_plan
+        link = self._cut()
+        needed = {int(self._of_tensor[tensor]) for tensor in link.tensor_of}
+        if not self._files.sums:  # whole files are compared, each by one rank
+            needed |= set(self._hashed())
+        self.connections = self._opened = OpenFiles(self._files, needed)
+        if reads.program.arrivals:
+            reads.landing.place(targets_by_round({_SOURCE: link.link}, plan), (), ahead=BUCKETS - 1)
+            link = self._cut()  # into the memory that weights are converted from
+        self._prepare(link)
+        if not reads.landing.holds_back:
+            self._compare(self._read(live=False))
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._traffic
+
+    def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
+        """Raises Mismatch, naming the tensors, if they are not what the snapshot's manifest lists."""
+        found = self._read(live=True)
+        if self._reads.landing.holds_back:
+            self._compare(found)
+        else:
+            assert self._compared is not None
+            if len(wrong := np.flatnonzero(found != self._compared)):
+                raise self._differing([self._regions[row][0] for row in wrong.tolist()])
+        self._opened.check_unchanged()
+        self._opened.close()
+
+    def _cut(self) -> NixlLink:
+        """Returns what this rank reads, in messages. All of it has its place in a bucket."""
+        reads, layout = self._reads, self._reads.tensor_index.layout
+
+        def shard(tensor: int) -> RemoteShard:
+            shape = layout.tensors[tensor].shape
+            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            return RemoteShard("", int(self._of_tensor[tensor]), int(self._offsets[tensor]), strides)
+
+        views = [
+            tuple(destination_view(reads.program, reads.read_plan, read) for read in numbers)
+            for numbers in destination_reads(reads.read_plan, _SOURCE)
+        ]
+        request = send_request(reads.read_plan, _SOURCE)
+        return NixlLink.cut(
+            "the snapshot", layout, request, shard, views, self._message_bytes, device=None, descriptor_bytes=0
+        )
+
+    def _prepare(self, link: NixlLink) -> None:
+        """Makes buckets, views, runs and lists of copies."""
+        plan, pinned = self._reads.read_plan, runtime().is_gpu(self._reads.device)
+        for numbers in destination_reads(plan, _SOURCE):
+            copy, _, tensor = plan.read(numbers[0])
+            self._regions.append((tensor, copy.region))
+        self._traffic = Traffic.of({_SOURCE: link.read_bytes} if link.read_bytes else {})
+        count = min(BUCKETS, len(link.messages))
+        buckets = [torch.empty(link.bucket_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
+        self._rounds = [self._round(link, m, buckets[n % BUCKETS]) for n, m in enumerate(link.messages)]
+        self.nbytes = sum(bucket.numel() for bucket in buckets) + sum(r.copies.table_bytes for r in self._rounds)
+
+    def _round(self, link: NixlLink, message: ReadMessage, bucket: torch.Tensor) -> _Round:
+        runs: list[Run] = []
+        rows: list[int] = []
+        copies, sums = CopyList(), RegionBatch()
+        data = bucket.numpy()
+        for part in message.parts:
+            link.add_copies(copies, part, bucket)
+            tensor, region = self._regions[part.slice.item]
+            of = self._reads.tensor_index.tensor_class(tensor)
+            if part.slice.box is not None:
+                region = _within(region, part.slice.box)
+            nbytes = part.runs.total_bytes
+            spec = RegionSpec.bits(of.shape, region, of.item_bytes)
+            read = bucket[part.offset : part.offset + nbytes].view(spec.dtype)
+            sums.add(spec, read.as_strided(part.count, part.runs.strides), len(rows))
+            rows.append(part.slice.item)
+            for number, offset in enumerate(part.runs.offsets.tolist()):
+                begin = part.offset + number * part.runs.nbytes
+                runs.append(Run(part.shard.gpu, part.address + offset, data[begin : begin + part.runs.nbytes]))
+        copies.build()
+        return _Round(runs, copies, sums, np.array(rows, np.int64))
+
+    def _read(self, *, live: bool) -> np.ndarray:
+        """Reads all boxes, to where they belong if `live`. Returns uint64, the checksum of each read."""
+        found, landing = np.zeros(len(self._regions), np.uint64), self._reads.landing
+
+        def start(number: int) -> _Pending:
+            return _Pending([pool.submit(self._opened.read_all, runs) for runs in _shares(self._rounds[number].runs)])
+
+        def ended(number: int) -> None:
+            of = self._rounds[number]
+            np.add.at(found, of.rows, of.sums.checksums(len(of.rows), Selection.full()))
+            if live:
+                of.copies.run()
+                runtime().synchronize([self._reads.device])  # the bucket is filled again in no stream's order
+                landing.arrived(number)
+
+        with ThreadPoolExecutor(_THREADS, f"{tasks.PREFIX} disk") as pool:
+            run_rounds(len(self._rounds), start, ended)
+        return found
+
+    def _compare(self, sums: np.ndarray) -> None:
+        """Compares what all engine ranks have read with the snapshot's manifest. Collective over engine ranks.
+
+        Raises Mismatch, naming the tensors.
+        """
+        index, by_region = self._reads.tensor_index, dict(zip(self._regions, sums.tolist(), strict=True))
+        if not self._files.sums:
+            for number in self._hashed():
+                self._opened.check_hash(number)
+        of_ranks = self._meeting.gather(_SUMS, RankSums.of(by_region, self._casts()))
+        if self._files.sums:
+            expected = self._files.tensor_sums()
+            found = compare(index, expected, of_ranks)
+            if len(found.wrong):
+                raise self._differing(found.wrong.tolist())
+            own = {tensor for tensor, _ in self._regions}
+            if wrong := [t for t in found.open.tolist() if t in own and self._whole(t) != int(expected[t])]:
+                raise self._differing(wrong)
+            if not len(found.open) and not any(rank.cast for rank in of_ranks):
+                names = [index.layout.tensors[tensor].name for tensor in found.right.tolist()]
+                digest = digest_of_sums(names, expected[found.right])
+                self._traffic = msgspec.structs.replace(self._traffic, digest=digest)
+        self._compared = sums
+
+    def _whole(self, tensor: int) -> int:
+        """Returns the checksum of a whole tensor, which this rank reads for that."""
+        of, total = self._reads.tensor_index.tensor_class(tensor), 0  # of few tensors: scales of blocks, for example
+        begin, file = int(self._offsets[tensor]), int(self._of_tensor[tensor])
+        for box in split(Box.whole(of.shape), max(1, self._message_bytes // of.item_bytes)):
+            buffer = np.empty(box.numel * of.item_bytes, np.uint8)
+            self._opened.read(Run(file, begin, buffer))
+            batch, spec = RegionBatch(), RegionSpec.bits(of.shape, Region.of(box), of.item_bytes)
+            batch.add(spec, torch.from_numpy(buffer).view(spec.dtype), 0)
+            total += int(batch.checksums(1, Selection.full())[0])
+            begin += len(buffer)
+        return total % (1 << 64)
+
+    def _hashed(self) -> range:
+        """Returns the numbers of the files that this rank compares whole, where tensors have no checksums."""
+        return range(self._reads.engine_rank, len(self._files.files), self._ranks)
+
+    def _casts(self) -> bool:
+        """Returns whether the live weights have other dtypes than the files."""
+        plan, program = self._reads.read_plan, self._reads.program
+        classes = self._reads.tensor_index
+        return any(
+            str(program.targets[copy.target].dtype) != f"torch.{classes.tensor_class(int(tensor)).dtype}"
+            for copy, tensor in zip(plan.copies, plan.tensor_ids, strict=True)
+        )
+
+    def _differing(self, tensors: Sequence[int]) -> Mismatch:
+        names = [self._reads.tensor_index.layout.tensors[tensor].name for tensor in tensors]
+        return Mismatch(
+            f"snapshot {self._files.snapshot} in {self._files.folder} is damaged: these tensors do not have the "
+            f"checksums that its manifest lists: {some_names(names)}. Write a new snapshot"
+        )
+
+
+def _shares(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
+    """Yields the runs in parts for several threads, of about equal bytes."""
+    ends = np.cumsum([len(run.buffer) for run in runs])  # a round has at least one
+    cuts = np.searchsorted(ends, [ends[-1] * part // _THREADS for part in range(1, _THREADS)]).tolist()
+    return (runs[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(runs)]) if begin < end)
+
+
+def _within(region: Region, box: Box) -> Region:
+    """Returns the part of a region that a box of its elements is."""
+    start = tuple(a + b * s for a, b, s in zip(region.start, box.start, region.step, strict=True))
+    return Region(start, box.shape, region.step)

@@ -1,0 +1,220 @@
+"""Engine ranks load snapshots: each reads its own boxes of the files, compares them, and writes nothing that is bad."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.extras.snapshots.loading import served
+from sglang_reshard.extras.snapshots.manifest import Entry
+from sglang_reshard.extras.snapshots.source import open_snapshot
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, LoadSnapshotReq
+from support.snapshot_writer import write_tensors
+from support.toy import HIDDEN, ToyRank, checkpoint, shapes
+from support.world import run_world
+
+ENGINES = 4
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+STAGED = pytest.mark.parametrize("staged", [True, False], ids=["staged", "in-place"])
+Spoil = Callable[[Path], object]
+
+
+def asked(folder: Path, version: int, **options: Any) -> LoadSnapshotReq:
+    entry = json.loads((folder / f"step-{version}" / "snapshot.json").read_text())
+    path = str(folder / f"step-{version}")
+    return LoadSnapshotReq(path=path, version=f"step-{version}", publication=entry["publication"], **options)
+
+
+def load(trainer: Any, folder: Path, versions: list[int], staged: bool, options: dict[str, Any]) -> list[Any]:
+    """Loads snapshots one after the other, as the server of an engine does; returns what each has come to."""
+    found = []
+    for version in versions:
+        request = asked(folder, version, **options)
+        try:
+            source = open_snapshot(Path(request.path), Entry(request.version, request.publication))
+            with served(source, request, staged=staged) as update:
+                output = trainer.send(update)
+        except Mismatch as error:
+            output = DistributedUpdateWeightsOutput(success=False, message=str(error))
+        found.append(output)
+    return found
+
+
+def serve(
+    rank: int, size: int, requests: Any, folder: Path, versions: list[int], staged: bool, options: dict[str, Any]
+) -> list[Any]:
+    """One engine rank. Returns its weights after each update, and whether they are torn."""
+    model = ToyRank(rank, size, torch.bfloat16)
+    receiver, states = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu")), []
+    for request in requests:
+        output = receiver.update(request)
+        states.append((receiver.torn, {name: bits(p) for name, p in model.named_parameters()}))
+        requests.answer(output)
+    states.append(len([fd for fd in Path("/proc/self/fd").iterdir() if str(folder) in os.path.realpath(fd)]))
+    return states
+
+
+def bits(parameter: torch.Tensor) -> np.ndarray:
+    return parameter.detach().view(torch.int16).numpy().copy()
+
+
+def fresh(version: int, rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The parameters of a rank that has loaded the whole tensors by itself."""
+    model = ToyRank(rank, ENGINES, torch.bfloat16)
+    model.load_weights(checkpoint(version, dtype).items())
+    return dict(model.named_parameters())
+
+
+def assert_version(states: list[Any], number: int, version: int, dtype: torch.dtype) -> None:
+    for rank, of_rank in enumerate(states):
+        torn, weights = of_rank[number]
+        assert not torn
+        for name, expected in fresh(version, rank, dtype).items():
+            assert np.array_equal(weights[name], bits(expected)), (rank, name)
+
+
+def run(folder: Path, versions: list[int], *, staged: bool, **options: Any) -> tuple[list[Any], list[Any]]:
+    (outputs,), states = run_world(1, ENGINES, load, serve, folder, versions, staged, options, deadline_s=100)
+    return outputs, states
+
+
+@DTYPES
+@STAGED
+def test_each_rank_reads_its_own_boxes_of_the_files(tmp_path: Path, dtype: torch.dtype, staged: bool) -> None:
+    for version in (1, 2):
+        write_tensors(tmp_path, f"step-{version}", checkpoint(version, dtype), file_bytes=3000, delta=True)
+    outputs, states = run(tmp_path, [1, 2], staged=staged, bucket_bytes=1000)
+    assert [output.success for output in outputs] == [True, True], outputs[0].message
+    for number, version in enumerate((1, 2)):
+        assert_version(states, number, version, dtype)
+    whole = sum(tensor.nbytes for tensor in checkpoint(1, dtype).values())
+    for of_rank in outputs[1].ranks:
+        assert of_rank.received_bytes == of_rank.least_bytes
+        assert whole / ENGINES < of_rank.received_bytes < whole * 0.45, "its part, and what ranks have alike"
+    assert outputs[1].transport == "disk"
+    assert bool(outputs[1].digest) == (dtype == torch.bfloat16), "of weights in the engine's dtype"
+    assert [of_rank[-1] for of_rank in states] == [0] * ENGINES, "files are closed"
+
+
+def edited(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Writes snapshot 2 again with other tensors: all hashes are right."""
+    tensors = load_file(folder / "step-2" / "model-00001-of-00001.safetensors")
+    change(tensors)
+    shutil.rmtree(folder / "step-2")
+    write_tensors(folder, "step-2", tensors)
+
+
+def flipped(folder: Path, name: str) -> None:
+    """Flips a bit of a tensor, and nothing else."""
+    path = folder / "step-2" / "model-00001-of-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    at = 8 + int.from_bytes(data[:8], "little") + header[name]["data_offsets"][1] - 3
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def rewritten(folder: Path, change: Callable[[bytes], bytes]) -> None:
+    """Changes the bytes of snapshot 2."""
+    path = folder / "step-2" / "model-00001-of-00001.safetensors"
+    data = path.read_bytes()
+    assert len(change(data)) == len(data)
+    path.write_bytes(change(data))
+
+
+def with_names_exchanged(data: bytes) -> bytes:
+    """Two tensors of one shape have each other's name: the bytes of each are those of a tensor of the manifest."""
+    return (
+        data.replace(b"gate.weight", b"#other#").replace(b"up.weight", b"gate.weight").replace(b"#other#", b"up.weight")
+    )
+
+
+def with_contents_exchanged(data: bytes) -> bytes:
+    gate, up = (checkpoint(2)[name].numpy().tobytes() for name in ("gate.weight", "up.weight"))
+    return data.replace(gate, b"?" * len(gate)).replace(up, gate).replace(b"?" * len(gate), up)
+
+
+BAD: dict[str, tuple[Spoil, str]] = {
+    "shape": (lambda f: edited(f, lambda t: t.update({"norm.weight": torch.ones(5)})), "norm"),
+    "transposed": (lambda f: edited(f, lambda t: t.update({"down.weight": t["down.weight"].T.contiguous()})), "down"),
+    "missing": (lambda f: edited(f, lambda t: t.pop("norm.weight")), "norm"),
+    "only-one": (lambda f: edited(f, lambda t: [t.pop(n) for n in list(t) if n != "norm.weight"]), "embed"),
+    "unknown": (lambda f: edited(f, lambda t: t.update({"rotary.weight": torch.ones(4)})), "rotary.weight"),
+    "renamed": (lambda f: edited(f, lambda t: t.update({"rotary.scale": t.pop("norm.weight")})), "norm"),
+    "flipped-in-replicated": (lambda f: flipped(f, "norm.weight"), "norm.weight"),
+    "flipped-in-columns": (lambda f: flipped(f, "down.weight"), "down.weight"),
+    "flipped-in-heads-of-two": (lambda f: flipped(f, "k.weight"), "k.weight"),
+    "exchanged": (lambda f: rewritten(f, with_contents_exchanged), "gate.weight, up.weight"),
+    "names-exchanged": (lambda f: rewritten(f, with_names_exchanged), "another table of tensors"),
+    "truncated": (lambda f: os.truncate(f / "step-2" / "model-00001-of-00001.safetensors", 5000), "5000 bytes"),
+    "gone": (lambda f: (f / "step-2" / "model-00001-of-00001.safetensors").unlink(), "is missing"),
+}
+
+
+@STAGED
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_is_refused_by_name_and_old_weights_stay(tmp_path: Path, case: str, staged: bool) -> None:
+    for version in (1, 2, 3):
+        write_tensors(tmp_path, f"step-{version}", checkpoint(version))
+    spoil, told = BAD[case]
+    spoil(tmp_path)
+    outputs, states = run(tmp_path, [1, 2, 3], staged=staged)
+    assert [output.success for output in outputs] == [True, False, True]
+    assert told in outputs[1].message
+    assert not outputs[1].torn
+    if len(states[0]) == 4:  # engine ranks have heard of it
+        assert_version(states, 1, 1, torch.float32)
+    assert_version(states, len(states[0]) - 2, 3, torch.float32)
+
+
+def without_sums(folder: Path) -> None:
+    """As 0.1.0 has written it."""
+    path = folder / "step-2" / "snapshot.json"
+    listed = json.loads(path.read_text())
+    for file in listed["files"].values():
+        file.pop("sums", None), file.pop("table", None)
+    path.write_text(json.dumps(listed))
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_snapshot_without_checksums_is_compared_by_the_hash_of_its_files(tmp_path: Path, damaged: bool) -> None:
+    for version in (1, 2):
+        write_tensors(tmp_path, f"step-{version}", checkpoint(version), file_bytes=3000)
+    without_sums(tmp_path)
+    if damaged:
+        path = next((tmp_path / "step-2").glob("model-00002*.safetensors"))
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    outputs, states = run(tmp_path, [1, 2], staged=False)
+    assert outputs[1].success != damaged
+    assert not damaged or "SHA-256" in outputs[1].message
+    assert_version(states, 1, 1 if damaged else 2, torch.float32)
+
+
+def test_heads_that_are_their_embeddings_need_not_be_read(tmp_path: Path) -> None:
+    tied = checkpoint(1) | {"lm_head.weight": checkpoint(1)["embed.weight"].clone()}
+    write_tensors(tmp_path, "step-1", tied)
+    write_tensors(tmp_path, "step-2", tied | {"lm_head.weight": tied["lm_head.weight"] + 1})
+    outputs, _ = run(tmp_path, [1, 2], staged=True)
+    assert outputs[0].success, outputs[0].message
+    assert not outputs[1].success
+    assert "lm_head.weight differs from embed.weight" in outputs[1].message
+    assert HIDDEN in shapes()["embed.weight"]
+
+
+def test_a_path_that_is_not_absolute_is_refused() -> None:
+    with pytest.raises(Mismatch, match="not an absolute path"):
+        open_snapshot(Path("run/step-1"), Entry("step-1", 1))
