@@ -53,6 +53,7 @@ class Cache:
         except OSError as error:
             raise ReshardError(f"{path} cannot be a cache: {error}") from error
         self._copies = LocalFolder(self.path)
+        self._making = self.path  # the folder of the copy that is being made
         self.read_bytes = 0
 
     def bring(self, folder: Folder, newest: Snapshot, entries: Sequence[Entry]) -> Path:
@@ -68,10 +69,9 @@ class Cache:
             chain = None if present is None else self._chain(folder, present, newest, entries)
             if present is None or chain is None or not self._advanced(folder, chain, self._place(present)):
                 self._check_sizes(folder, newest)
-                with self._new_copy(newest) as copy:
+                with self._new_copy(newest, folder):
                     for name in newest.files:
-                        self._read_whole(folder, newest, name, copy)
-                    self._check(newest, folder, copy)
+                        self._read_whole(folder, newest, name)
             return self._place(newest)
         except OSError as error:
             raise ReshardError(f"snapshot {newest.name} cannot be stored in the cache {self.path}: {error}") from error
@@ -104,11 +104,12 @@ class Cache:
                 shutil.rmtree(path)
 
     @contextlib.contextmanager
-    def _new_copy(self, snapshot: Snapshot) -> Iterator[Path]:
-        """Yields a folder to make a copy in, which is one at the end of the block."""
-        copy = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.path))
+    def _new_copy(self, snapshot: Snapshot, folder: Folder) -> Iterator[None]:
+        """Around the making of a copy. Raises Mismatch at its end, naming a file of `folder`, if it is damaged."""
+        copy = self._making = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.path))
         try:
-            yield copy
+            yield
+            self._check(snapshot, folder, copy)
             os.chmod(copy, 0o777 & ~_umask())
             write_atomically(copy / MANIFEST, encode(snapshot))
             place = self._place(snapshot)
@@ -151,36 +152,35 @@ class Cache:
         """Makes a copy along a chain of snapshots from the copy `base`; returns whether it is the newest then."""
         newest = chain[-1]
         try:
-            with self._new_copy(newest) as copy:
+            with self._new_copy(newest, folder):
                 for name in newest.files:
-                    self._advance(folder, chain, name, base, copy)
-                self._check(newest, folder, copy)
+                    self._advance(folder, chain, name, base)
         except Mismatch as error:
             logger.warning("%s; snapshot %s is read whole", error, newest.name)
             return False
         return True
 
-    def _advance(self, folder: Folder, chain: Sequence[Snapshot], name: str, base: Path, copy: Path) -> None:
+    def _advance(self, folder: Folder, chain: Sequence[Snapshot], name: str, base: Path) -> None:
         """Makes one file: of its last whole version, by the deltas since."""
         steps = [step for step in chain if name in step.files]
         whole = max((n for n, step in enumerate(steps) if step.files[name].delta_bytes is None), default=-1)
         if whole >= 0:
-            self._read_whole(folder, steps[whole], name, copy)
+            self._read_whole(folder, steps[whole], name)
         else:
             with self._copies.open(base.name, name) as (opened, nbytes):
-                self._write(copy / name, opened, nbytes)
+                self._write(self._making / name, opened, nbytes)
         for step in steps[whole + 1 :]:
             of = step.files[name]
             with folder.open(step.name, name + DELTA) as (delta, nbytes):
                 if nbytes != of.delta_bytes:
                     raise Mismatch(f"{folder.where(step.name, name + DELTA)} has {nbytes} bytes")
-                apply_delta(delta, copy / name)
+                apply_delta(delta, self._making / name)
             self.read_bytes += nbytes
 
-    def _read_whole(self, folder: Folder, snapshot: Snapshot, name: str, copy: Path) -> None:
+    def _read_whole(self, folder: Folder, snapshot: Snapshot, name: str) -> None:
         with folder.open(snapshot.name, name) as (source, nbytes):
             check_size(nbytes, snapshot.files[name], folder.where(snapshot.name, name))
-            self._write(copy / name, source, nbytes)
+            self._write(self._making / name, source, nbytes)
         self.read_bytes += nbytes
 
     def _write(self, path: Path, source: BinaryIO, nbytes: int) -> None:

@@ -22,7 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, ReshardError, Unsupported
+from sglang_reshard.errors import (
+    EngineRefused,
+    EngineUnreachable,
+    Mismatch,
+    ReshardError,
+    TornWeights,
+    Unsupported,
+)
 from sglang_reshard.extras.snapshots.cache import Cache
 from sglang_reshard.extras.snapshots.folders import LocalFolder, folder_of, listed, manifest
 from sglang_reshard.extras.snapshots.manifest import Entry
@@ -99,7 +106,8 @@ class SnapshotFollower:
 
         Returns the snapshot's name, which becomes the server's weight_version, or None if there was nothing to do. The
         fault of a snapshot is logged once and kept in `refused`; the snapshot is read again at growing intervals.
-        Raises the server's errors if it does not answer, is torn while loading, or does not accept the keys.
+        Raises the server's errors if it does not answer or does not accept the keys, and TornWeights if its weights are
+        torn and no snapshot makes them good.
         """
         self.read_bytes = 0
         try:
@@ -110,6 +118,7 @@ class SnapshotFollower:
             self._refuse(Entry(LIST, 0), error)
             return None
         self._refused = {entry: refused for entry, refused in self._refused.items() if entry in entries}
+        torn: TornWeights | None = None
         for entry in self._wanted(entries, self._engine.weights_info()) if entries else ():
             refused = self._refused.get(entry)
             if refused is not None and time.monotonic() < refused.again_at:
@@ -125,8 +134,9 @@ class SnapshotFollower:
                 )
             except EngineUnreachable:
                 raise
-            except EngineRefused as error:
+            except (EngineRefused, TornWeights) as error:
                 self._refuse(entry, error)
+                torn = error if isinstance(error, TornWeights) else torn  # an earlier snapshot may make it good
                 continue
             self._refused.pop(entry, None)
             if not loaded.success:  # the server has got later weights meanwhile
@@ -136,6 +146,8 @@ class SnapshotFollower:
                 self.read_bytes = loaded.read_bytes
             logger.info("%s now serves snapshot %s; %d bytes were read", self._engine.url, entry.name, self.read_bytes)
             return entry.name
+        if torn is not None:
+            raise torn
         return None
 
     def _wanted(self, entries: Sequence[Entry], info: WeightsInfo) -> Iterator[Entry]:
