@@ -127,6 +127,28 @@ def cache_versions(path: Path) -> str:
     return "\n".join(lines)
 
 
+def snapshot_loads(path: Path) -> str:
+    head, rows = results.load(path)
+    size = f"a snapshot of {rows[0]['nbytes'] / 1e6:,.0f} MB in bfloat16"
+    lines = [
+        f"{_measured_by(head, path)}; {size}, median (shortest to longest).",
+        "",
+        "| TP | way | from | seconds | MB that a rank reads by calls | of the snapshot "
+        "| MB from the disk for a rank | for all |",
+        "|---:|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        cells = [str(r["tp"]), r["way"], "disk" if r["cold"] else "page cache"]
+        cells += [f"{r['seconds']:.2f} ({r['shortest']:.2f} to {r['longest']:.2f})"]
+        by_calls = r["way"] != "SGLang"
+        cells += (
+            [f"{r['call_bytes'] / 1e6:,.0f}", f"{r['call_bytes'] / r['nbytes']:.2f}"] if by_calls else ["maps all", ""]
+        )
+        cells += [f"{r[column] / 1e6:,.0f}" if r["cold"] else "0" for column in ("read_bytes", "disk_bytes")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def profile(path: Path) -> str:
     head, rows = results.load(path)
     return f"{_measured_by(head, path)}.\n\n{profile_lines(rows)}"
@@ -649,6 +671,7 @@ TABLES: dict[str, Table] = {
     "mesh-to-mesh": Table("docs/results/mesh-to-mesh.md", results.FOLDER / "mesh_to_mesh.json", mesh_to_mesh),
     "async-updates": Table("docs/results/async-updates.md", results.FOLDER / "async-updates.json", async_updates),
     "cache-versions": Table("docs/results/cache-versions.md", results.FOLDER / "cache-versions.json", cache_versions),
+    "snapshot-loads": Table("docs/results/snapshot-loads.md", results.FOLDER / "snapshot-loads.json", snapshot_loads),
     "deltas": Table("docs/results/deltas.md", results.FOLDER / "deltas.json", deltas),
     "parameter-stream": Table(
         "docs/results/parameter-stream.md", results.FOLDER / "parameter-stream.json", parameter_stream

@@ -17,7 +17,7 @@ from sglang_reshard.observability.probe_report import OUTCOMES, ProbeSummary
 from sglang_reshard.observability.report import bytes_per_second, peak_extra_bytes, received_bytes, slowest_seconds
 from sglang_reshard.patches import sglang_versions
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
-from sglang_reshard.route_table import ROUTES
+from sglang_reshard.route_table import FROM_FILES, ROUTES
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -114,7 +114,7 @@ METRICS = (
 LABEL_VALUES = {
     FAILURES.name: FAILURE_PHASES,
     PHASE_SECONDS.name: tuple(phase.value for phase in Phase),
-    RECEIVED.name: tuple(ROUTES),
+    RECEIVED.name: (*ROUTES, *FROM_FILES),
     PROBES.name: OUTCOMES,
 }
 

@@ -23,6 +23,8 @@ from sglang_reshard.extras.snapshots.source import open_snapshot
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, LoadSnapshotReq
 from support.snapshot_writer import write_tensors
 from support.toy import HIDDEN, ToyRank, checkpoint, shapes
+from support.toy_repacking import Repacking, started
+from support.toy_repacking import weights as repacked
 from support.world import run_world
 
 ENGINES = 4
@@ -40,6 +42,7 @@ def asked(folder: Path, version: int, **options: Any) -> LoadSnapshotReq:
 def load(trainer: Any, folder: Path, versions: list[int], staged: bool, options: dict[str, Any]) -> list[Any]:
     """Loads snapshots one after the other, as the server of an engine does; returns what each has come to."""
     found = []
+    options.pop("model", None)
     for version in versions:
         request = asked(folder, version, **options)
         try:
@@ -56,7 +59,7 @@ def serve(
     rank: int, size: int, requests: Any, folder: Path, versions: list[int], staged: bool, options: dict[str, Any]
 ) -> list[Any]:
     """One engine rank. Returns its weights after each update, and whether they are torn."""
-    model = ToyRank(rank, size, torch.bfloat16)
+    model = MODELS[options.pop("model", "toy")](rank, size)
     receiver, states = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu")), []
     for request in requests:
         output = receiver.update(request)
@@ -66,23 +69,53 @@ def serve(
     return states
 
 
+class Overlapping(torch.nn.Module):
+    """Each rank keeps five rows of eight, one of them twice: neither parts of a tensor nor all of it."""
+
+    def __init__(self, rank: int, _size: int) -> None:
+        super().__init__()
+        self.rank = rank
+        for name in ("rows", "again"):
+            data = torch.zeros(5, HIDDEN, dtype=torch.bfloat16)
+            self.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+
+    def load_weights(self, weights: Any) -> None:
+        for _, loaded in weights:
+            self.rows.data.copy_(loaded[self.rank % 2 : self.rank % 2 + 5])
+            self.again.data.copy_(loaded[:5])
+
+
+MODELS: dict[str, Callable[[int, int], torch.nn.Module]] = {
+    "toy": lambda rank, size: ToyRank(rank, size, torch.bfloat16),
+    "overlapping": Overlapping,
+    "repacking": lambda rank, size: started(Repacking(2, 8, rank, size), repacked(0, 2, 8)),
+}
+
+
+def rows_of(version: int) -> dict[str, torch.Tensor]:
+    return {"rows": checkpoint(version)["up.weight"][:8]}
+
+
 def bits(parameter: torch.Tensor) -> np.ndarray:
-    return parameter.detach().view(torch.int16).numpy().copy()
+    return parameter.detach().contiguous().view(torch.uint8).numpy().copy()
 
 
-def fresh(version: int, rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The parameters of a rank that has loaded the whole tensors by itself."""
-    model = ToyRank(rank, ENGINES, torch.bfloat16)
-    model.load_weights(checkpoint(version, dtype).items())
-    return dict(model.named_parameters())
+def assert_loaded(states: list[Any], number: int, weights: dict[str, torch.Tensor], model: str = "toy") -> None:
+    """After update `number` all ranks have what they would load of the whole tensors by themselves."""
+    for rank, of_rank in enumerate(states):
+        torn, live = of_rank[number]
+        assert not torn
+        if model == "repacking":
+            expected = started(Repacking(2, 8, rank, ENGINES), weights)
+        else:
+            expected = MODELS[model](rank, ENGINES)
+            expected.load_weights(weights.items())  # type: ignore[operator]
+        for name, parameter in expected.named_parameters():
+            assert np.array_equal(live[name], bits(parameter)), (rank, name)
 
 
 def assert_version(states: list[Any], number: int, version: int, dtype: torch.dtype) -> None:
-    for rank, of_rank in enumerate(states):
-        torn, weights = of_rank[number]
-        assert not torn
-        for name, expected in fresh(version, rank, dtype).items():
-            assert np.array_equal(weights[name], bits(expected)), (rank, name)
+    assert_loaded(states, number, checkpoint(version, dtype))
 
 
 def run(folder: Path, versions: list[int], *, staged: bool, **options: Any) -> tuple[list[Any], list[Any]]:
@@ -213,6 +246,37 @@ def test_heads_that_are_their_embeddings_need_not_be_read(tmp_path: Path) -> Non
     assert not outputs[1].success
     assert "lm_head.weight differs from embed.weight" in outputs[1].message
     assert HIDDEN in shapes()["embed.weight"]
+
+
+@STAGED
+def test_regions_that_are_no_parts_are_compared_as_whole_tensors(tmp_path: Path, staged: bool) -> None:
+    for version in (1, 2, 3):
+        write_tensors(tmp_path, f"step-{version}", rows_of(version))
+    flipped(tmp_path, "rows")  # in the last row, which no rank reads
+    outputs, states = run(tmp_path, [1, 2, 3], staged=staged, model="overlapping", bucket_bytes=64)
+    assert [output.success for output in outputs] == [True, False, True], outputs[0].message
+    for number, version in enumerate((1, 1, 3)):
+        assert_loaded(states, number, rows_of(version), "overlapping")
+
+
+def test_names_may_have_a_trainers_wrappers(tmp_path: Path) -> None:
+    wrapped = {f"module._orig_mod.{name}": tensor for name, tensor in checkpoint(1).items()}
+    write_tensors(tmp_path, "step-1", wrapped)
+    outputs, states = run(tmp_path, [1], staged=True)
+    assert outputs[0].success, outputs[0].message
+    assert "module._orig_mod.embed.weight is read as embed.weight" in outputs[0].message
+    assert_version(states, 0, 1, torch.float32)
+
+
+@STAGED
+def test_weights_that_are_repacked_are_compared_before(tmp_path: Path, staged: bool) -> None:
+    for version in (1, 2, 3):
+        write_tensors(tmp_path, f"step-{version}", repacked(version, 2, 8))
+    flipped(tmp_path, "layers.1.weight")
+    outputs, states = run(tmp_path, [1, 2, 3], staged=staged, model="repacking", ignore=("*.left.bound",))
+    assert [output.success for output in outputs] == [True, False, True], outputs[0].message
+    for number, version in enumerate((1, 1, 3)):
+        assert_loaded(states, number, repacked(version, 2, 8), "repacking")
 
 
 def test_a_path_that_is_not_absolute_is_refused() -> None:

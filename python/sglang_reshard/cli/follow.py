@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -21,17 +22,18 @@ def run(
     interval_s: float,
     *,
     once: bool,
-    allow_rollback: bool = False,
+    **options: Any,
 ) -> int:
     """Returns the exit code, if it looks only once; else it goes on until it is interrupted.
 
-    keys  api_key and admin_api_key of the server
+    keys     api_key and admin_api_key of the server
+    options  of `SnapshotFollower`
 
     With `once` it raises Mismatch if the folder does not exist or the server has another protocol, and
     EngineUnreachable if the server does not answer.
     """
     engine = RemoteEngine(url, api_key=keys[0], admin_api_key=keys[1])
-    follower = SnapshotFollower(folder, engine, cache, allow_rollback=allow_rollback)
+    follower = SnapshotFollower(folder, engine, cache, **options)
     if not follower.folder_exists:
         if once:
             raise Mismatch(f"the folder {folder} does not exist; pass the one that the trainer's Snapshots writes to")

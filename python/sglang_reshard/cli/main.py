@@ -198,6 +198,12 @@ def follow(
     allow_rollback: Annotated[
         bool, typer.Option("--allow-rollback", help="Load the newest snapshot also if the server holds later weights.")
     ] = False,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="fnmatch pattern of names in snapshots that the engine need not read.")
+    ] = None,
+    no_staged: Annotated[
+        bool, typer.Option("--no-staged", help="Take no memory for a second set of weights; requests wait for a load.")
+    ] = False,
 ) -> None:
     """Let a server load each new snapshot of a folder. Trainer and server need no connection.
 
@@ -207,7 +213,8 @@ def follow(
     from sglang_reshard.cli.follow import run
 
     given = keys.key(api_key, api_key_file), keys.key(admin_api_key, admin_api_key_file)
-    raise typer.Exit(run(folder, target, cache, given, interval_s, once=once, allow_rollback=allow_rollback))
+    options = {"allow_rollback": allow_rollback, "ignore": tuple(ignore or ()), "staged": not no_staged}
+    raise typer.Exit(run(folder, target, cache, given, interval_s, once=once, **options))
 
 
 @app.command()

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from demo import text, tiny_model
 from demo.reference import greedy_tokens
 from demo.trainer import Trainer
-from sglang_reshard import Snapshots, VerlEngine, WeightSender
+from sglang_reshard import SnapshotFollower, Snapshots, VerlEngine, WeightSender
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.routes.p2p.trainer import P2pSender
 from sglang_reshard.testing import cpu_host
@@ -260,6 +260,49 @@ def stream_parameters(job: dict[str, Any]) -> dict[str, Any]:
         seen["expected"], _ = greedy_tokens(folder, PROMPTS, text.NEW_TOKENS, "float32")
         stream.close()
     dist.barrier()
+    return seen
+
+
+def follow_what_is_bad(job: dict[str, Any]) -> dict[str, Any]:
+    """Snapshots that no engine can have, between good ones, all of sound files; and what the server says after each."""
+    trainer = Trainer(tiny_model.config(1, job["target_tp"]), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
+    sender = WeightSender(job["url"], dist.group.WORLD, admin_api_key=job["key"], timeout_s=180)
+    server, folder = RemoteEngine(job["url"], admin_api_key=job["key"]), Path(job["folder"], "run")
+    follower, snapshots = SnapshotFollower(folder, server), Snapshots(sender, folder)
+    sound = {name: tensor.detach().clone() for name, tensor in trainer.model.named_parameters()}
+    bad: dict[str, Any] = {
+        "shape": sound | {"model.norm.weight": torch.ones(5)},
+        "unknown": sound | {"model.layers.99.self_attn.q_proj.weight": torch.ones(4, 4)},
+        "partial": {"model.norm.weight": sound["model.norm.weight"]},
+    }
+
+    def state() -> dict[str, Any]:
+        sampling = {"temperature": 0, "max_new_tokens": text.NEW_TOKENS, "ignore_eos": True}
+        said = [answer["output_ids"] for answer in server.generate(input_ids=PROMPTS, sampling_params=sampling)]
+        info = server.weights_info()
+        return {"tokens": said, "version": info.version, "digest": info.digest, "transport": info.transport}
+
+    seen: dict[str, Any] = {"update": sender.update(sound, weight_version="direct", verify="full").digest}
+    seen["updated"] = state()
+    snapshots.write({name: tensor * 1.5 for name, tensor in sound.items()}, "half more")
+    snapshots.write(sound, "good")
+    seen["polls"] = [follower.poll()]
+    seen["followed"], seen["read"] = state(), follower.read_bytes
+    seen["bytes"] = sum(tensor.nbytes for tensor in sound.values())
+    for name, tensors in bad.items():
+        snapshots.write(tensors, name)
+        seen["polls"].append(follower.poll())
+        seen[name] = [str(follower.refused.get(name, "")), state()]
+    # The newest only: the folder of the one before is deleted while the server reads its files.
+    snapshots.write({name: tensor * 0.5 for name, tensor in sound.items()}, "last")
+    loading = threading.Thread(target=lambda: seen["polls"].append(follower.poll()))
+    loading.start()
+    snapshots.write(sound, "after", keep=1)
+    loading.join()
+    seen["last"] = state()
+    seen["polls"].append(follower.poll())
+    seen["after"] = state()
+    sender.close()
     return seen
 
 

@@ -64,6 +64,24 @@ def test_a_server_follows_what_was_written_as_no_engine_could_be_reached(server:
     assert seen["versions"] == ["5", "4"], "it goes back where that is asked for"
 
 
+def test_a_server_passes_over_what_is_no_snapshot_of_its_model(server: str, tmp_path: Path) -> None:
+    (seen,) = run_trainers(1, "server_job:follow_what_is_bad", tmp_path, url=server, key=KEY, target_tp=TP)
+    good = seen["updated"]
+    assert good["digest"] == seen["update"] != ""
+    assert seen["followed"] == good | {"version": "good", "transport": "disk"}, "digest and tokens are an update's"
+    assert seen["bytes"] < seen["read"] < 2 * seen["bytes"], "each rank reads its part, and what all have"
+    told = {"shape": "norm", "unknown": "layers.99", "partial": "embed_tokens"}
+    for name, tensor in told.items():
+        refused, state = seen[name]
+        assert tensor in refused
+        assert state == seen["followed"]
+    assert seen["polls"][:4] == ["good", None, None, None]
+    assert seen["polls"][5] == "after"
+    assert seen["last"]["version"] == (seen["polls"][4] or "good"), "all of it, or nothing"
+    assert (seen["last"]["tokens"] == good["tokens"]) == (seen["polls"][4] is None)
+    assert seen["after"] == seen["followed"] | {"version": "after"}
+
+
 def test_parameters_that_a_trainer_broadcasts_are_taken_version_by_version(server: str, tmp_path: Path) -> None:
     job = "server_job:stream_parameters"
     _, seen = run_trainers(2, job, tmp_path, url=server, key=KEY, target_tp=TP, port=free_port())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from demo import tiny_model
 from sglang_reshard.patches.stock_weights import SERVE_DUMMY
@@ -267,6 +270,13 @@ def test_a_stock_load_heals_and_a_failed_one_does_not(server: Server, tmp_path: 
     server.probe({"reason": REASON})
     assert server.load(tmp_path / "nothing").status_code == 400
     assert refuses(server.ask("generate"))
+    one = tmp_path / "one"  # tensor: SGLang loads it, and reports success
+    shutil.copytree(server.checkpoint, one, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file({"model.norm.weight": torch.ones(tiny_model.config(TP, TP).hidden_size)}, one / "model.safetensors")
+    assert "still serves no request: engine rank" in server.load(one).json()["message"]
+    assert refuses(server.ask("generate"))
     assert server.load(server.checkpoint).status_code == 200
     assert [float(value) for value in server.gauge()] == [0]
     assert server.tokens() != before
+    assert server.load(one).status_code == 200, "a sound engine takes what a user gives it"
+    assert [float(value) for value in server.gauge()] == [0]

@@ -140,9 +140,9 @@ def _declared() -> tuple[str, ...]:
 
 
 def _routes() -> tuple[str, ...]:
-    from sglang_reshard.route_table import AROUND, ROUTES
+    from sglang_reshard.route_table import AROUND, FROM_FILES, ROUTES
 
-    return (*ROUTES.values(), *AROUND.values())
+    return (*ROUTES.values(), *FROM_FILES.values(), *AROUND.values())
 
 
 if __name__ == "__main__":
