@@ -280,6 +280,12 @@ bench-async: setup
 bench-deltas: setup
 	$(BIN)/python -m benchmark.deltas
 
+# A server's loads of snapshots, and SGLang's own of the same folders: six minutes. It writes
+# benchmark/results/snapshot-loads.json and docs/results/snapshot-loads.md.
+.PHONY: bench-snapshots
+bench-snapshots: setup
+	PYTHONPATH=test $(BIN)/python -m benchmark.snapshot_loads
+
 # Control messages of an update of up to 1,024 trainer ranks and 256 engine ranks, without what they move: a minute. It
 # writes benchmark/results/control.json and docs/results/control.md.
 .PHONY: bench-control

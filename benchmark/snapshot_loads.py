@@ -1,4 +1,4 @@
-"""A server's load of a snapshot beside SGLang's own load of the same folder: `python -m benchmark.snapshot_loads`.
+"""A server's load of a snapshot, and SGLang's own load of the same folder: `make bench-snapshots`.
 
 Two snapshots take turns, so that every load writes. Each way loads them from the disk, after their pages were dropped,
 and from the page cache:
@@ -157,8 +157,7 @@ def main(out: Path) -> None:
         places = [(folder / "run" / entry.name, entry.publication) for entry in snapshots.entries()]
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         rows = [row for tp in TPS for row in _measure(folder, tp, nbytes, places)]
-    command = "PYTHONPATH=test python -m benchmark.snapshot_loads"
-    results.save(out, results.header(command, []), rows)
+    results.save(out, results.header("make bench-snapshots", []), rows)
     if out == RESULT:
         pages.write("snapshot-loads")
     print(pages.snapshot_loads(out))

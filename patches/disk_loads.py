@@ -1,4 +1,4 @@
-"""What SGLang's own update_weights_from_disk has done to an engine's weights.
+"""Finds out how SGLang's own update_weights_from_disk has left an engine's weights.
 
 SGLang answers when one rank of each data parallel replica has loaded, whether the checkpoint has all weights or not. So
 all engine ranks are asked afterwards, under the lock of the load:
@@ -65,7 +65,7 @@ def _noted(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def loaded(scheduler: Scheduler, request: StockLoadReq) -> DistributedUpdateWeightsOutput:
-    """Returns what the last load from disk has done, the same on all engine ranks of this replica. Collective."""
+    """Returns how the last load from disk has ended, the same on all engine ranks of this replica. Collective."""
     from sglang.srt.distributed import get_world_group
 
     runner = scheduler.tp_worker.model_runner

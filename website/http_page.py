@@ -195,6 +195,6 @@ def _opening(kind: type[msgspec.Struct]) -> str:
 
 def inherited(kind: type[msgspec.Struct]) -> dict[str, str]:
     """Fields that several messages share are described by the request of an update."""
-    if kind not in (PullWeightsReq, ShareWeightsReq):
+    if kind not in (LoadSnapshotReq, PullWeightsReq, ShareWeightsReq):
         return {}
     return fields.descriptions(inspect.getdoc(DistributedUpdateWeightsReq) or "")

@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
-from sglang_reshard.errors import Mismatch
+from sglang_reshard.errors import Aborted, Mismatch
 from sglang_reshard.extras.snapshots.loading import served
 from sglang_reshard.extras.snapshots.manifest import Entry
 from sglang_reshard.extras.snapshots.source import open_snapshot
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, LoadSnapshotReq
+from sglang_reshard.routes.disk.reader import OpenFiles, Run
 from support.snapshot_writer import write_tensors
 from support.toy import HIDDEN, ToyRank, checkpoint, shapes
 from support.toy_repacking import Repacking, started
@@ -235,6 +236,36 @@ def test_a_snapshot_without_checksums_is_compared_by_the_hash_of_its_files(tmp_p
     assert outputs[1].success != damaged
     assert not damaged or "SHA-256" in outputs[1].message
     assert_version(states, 1, 1 if damaged else 2, torch.float32)
+
+
+def test_open_files_stay_what_they_were_or_are_refused(tmp_path: Path) -> None:
+    write_tensors(tmp_path, "step-1", checkpoint(1))
+    request = asked(tmp_path, 1)
+    files = open_snapshot(Path(request.path), Entry(request.version, request.publication)).files
+    path, size = tmp_path / "step-1" / files.files[0].name, files.files[0].nbytes
+    whole, other = np.empty(size, np.uint8), tmp_path / "other"
+    other.write_bytes(bytes(size))
+    opened = OpenFiles(files, [0])
+    content = path.read_bytes()
+    os.replace(other, path)  # a folder that is deleted and written again
+    opened.read(Run(0, 0, whole))
+    assert whole.tobytes() == content
+    opened.check_unchanged()
+    opened.close()
+    with pytest.raises(Mismatch, match="was replaced"):
+        OpenFiles(files, [0])
+    path.write_bytes(content)
+    opened = OpenFiles(files, [0])
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(Mismatch, match="was written while it was read"):
+        opened.check_unchanged()
+    os.truncate(path, size // 2)
+    with pytest.raises(Mismatch, match="was truncated while it was read"):
+        opened.read(Run(0, 0, whole))
+    opened.abort()
+    with pytest.raises(Aborted):
+        opened.read(Run(0, 0, whole[:8]))
+    opened.close()
 
 
 def test_heads_that_are_their_embeddings_need_not_be_read(tmp_path: Path) -> None:

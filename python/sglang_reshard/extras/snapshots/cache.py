@@ -4,7 +4,7 @@
       .sglang-reshard-cache     one follower holds a lock on it
       copy-1766700000000000/    a snapshot's files, and its manifest, in a folder named by its publication
 
-A copy is never changed: each snapshot gets a folder of its own, so that a server may read one at any time.
+A copy is never changed: each snapshot gets a separate folder, so that a server may read one at any time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Cache:
         """
         self.path = Path(os.path.abspath(path))
         try:
-            weakref.finalize(self, os.close, _claim(self.path))  # another follower may have it then
+            weakref.finalize(self, os.close, _claim(self.path))  # for another follower
         except OSError as error:
             raise ReshardError(f"{path} cannot be a cache: {error}") from error
         self._copies = LocalFolder(self.path)
@@ -80,7 +80,7 @@ class Cache:
         return self.path / f"{_COPY}{snapshot.publication}"
 
     def _found(self) -> Snapshot | None:
-        """Returns the newest copy, and deletes all other files. None if there is none: all is read then."""
+        """Returns the newest copy, and deletes all other files. None if there is none."""
         known: list[Snapshot] = []
         for name in self._copies.names():
             with contextlib.suppress(Mismatch):
@@ -149,7 +149,7 @@ class Cache:
         return chain[::-1] if newest.files.keys() <= present.files.keys() and needed < whole else None
 
     def _advanced(self, folder: Folder, chain: Sequence[Snapshot], base: Path) -> bool:
-        """Makes a copy along a chain of snapshots from the copy `base`; returns whether it is the newest then."""
+        """Makes a copy along a chain of snapshots from the copy `base`; returns whether that has succeeded."""
         newest = chain[-1]
         try:
             with self._new_copy(newest, folder):
@@ -203,7 +203,7 @@ class Cache:
         check_files(lambda name: files.open("", name), snapshot, lambda name: folder.where(snapshot.name, name))
 
     def _is_whole(self, snapshot: Snapshot) -> bool:
-        """Returns whether the copy of a snapshot is what it was."""
+        """Returns whether the copy of a snapshot is undamaged."""
         try:
             self._check(snapshot, self._copies, self._place(snapshot))
         except Mismatch:

@@ -1,8 +1,8 @@
 """An engine rank's end of disk: reads exactly the elements that it lacks from a snapshot's files, and compares them.
 
-Nothing becomes live before all engine ranks have compared what all of them have read. What arrives apart from the live
-weights is compared there. Otherwise the boxes are read twice: once to compare them, before any rank may write, and once
-into the live weights.
+No tensor becomes live before all engine ranks have compared the tensors that all of them have read. Tensors that arrive
+apart from the live weights are compared there. Otherwise a rank reads its boxes twice: once to compare them, before any
+rank may write, and once into the live weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SUMS = "disk/sums"  # what engine ranks exchange
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """What is read at once. rows: of the checksums that `sums` computes, the numbers of the reads"""
+    """Boxes that are read at once. rows: of the checksums that `sums` computes, the numbers of the reads"""
 
     runs: Sequence[Run]
     copies: CopyList

@@ -1,7 +1,7 @@
 """Opens the files of a snapshot on an engine rank, and reads boxes of tensors from them.
 
-Files are opened once and read by descriptor: a folder that is deleted, replaced or written anew meanwhile changes
-nothing. They are not mapped, so that a file that is truncated is an error and no SIGBUS.
+Files are opened once and read by descriptor: a folder that is deleted or replaced during a read changes nothing. They
+are not mapped, so that a file that is truncated is an error and no SIGBUS.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _NO_DTYPE = ""  # the same elements may be kept in several
 
 
 class RankSums(msgspec.Struct, frozen=True):
-    """What one engine rank has read.
+    """The regions that one engine rank has read.
 
     regions  of the tensors
     sums     checksum of each, little-endian uint64
@@ -48,8 +48,8 @@ class Compared(NamedTuple):
     """The tensors that engine ranks have read, by their numbers.
 
     right  those that have the checksum of the snapshot
-    wrong  those that have another, or of which ranks have read different bytes
-    open   those of which the regions are not the parts
+    wrong  those that have another, or whose ranks have read different bytes
+    open   those whose regions overlap, or leave elements out
     """
 
     right: np.ndarray
