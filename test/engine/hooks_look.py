@@ -63,7 +63,7 @@ def look() -> dict[str, Any]:
         "version": metadata.version("sglang"),
         "missing": hook_check.missing_hooks(),
         "told": hook_check.installed_version(),
-        "hooks": {target: sorted({kind_of(h) for h in hooks}) for target, hooks in ours(HookRegistry._hooks).items()},
+        "hooks": {target: sorted(kind_of(h) for h in hooks) for target, hooks in ours(HookRegistry._hooks).items()},
         "parameters": {target: parameters(target) for target in ours(HookRegistry._hooks)},
         "methods": [hasattr(c, "update_weights_distributed") for c in extended],
         "received": sent_and_received(),

@@ -200,7 +200,7 @@ class UpdateExecutor:
         vote = Vote(
             error,
             report=report,
-            digest=context.digest or with_kept(traffic.digest, transfer.kept),
+            digest=with_kept(traffic.digest, transfer.kept) if traffic.digest else context.digest,
             detour=traffic.detour,
             remark="" if self._remarked == (target.signature, target.layout) else left_alone_remark(target.program),
         )
