@@ -302,6 +302,9 @@ def follow_what_is_bad(job: dict[str, Any]) -> dict[str, Any]:
     seen["last"] = state()
     seen["polls"].append(follower.poll())
     seen["after"] = state()
+    trainer.save_checkpoint(Path(job["folder"], "checkpoint"))
+    server.update_weights_from_disk(str(Path(job["folder"], "checkpoint")), "SGLang's own", load_format="auto")
+    seen["stock"] = state()
     sender.close()
     return seen
 

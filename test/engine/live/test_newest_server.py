@@ -15,6 +15,7 @@ from sglang_reshard.testing import cpu_host
 from support.servers import launch, serving
 from support.sglangs import chosen
 from support.trainers import run_trainers
+from test_server import assert_followed
 
 pytestmark = [pytest.mark.engine]
 TP, KEY = 2, "the admin's key"
@@ -47,3 +48,8 @@ def test_it_takes_updates_by_url_and_says_so_everywhere(server: str, tmp_path: P
     assert "sglang_reshard_updates_total 2.0" in metrics
     assert 'sglang_reshard_weights_info{version="while paused"} 1.0' in metrics
     assert "sglang_reshard_torn 0.0" in metrics
+
+
+def test_it_follows_a_folder(server: str, tmp_path: Path) -> None:
+    (seen,) = run_trainers(1, "server_job:follow_what_is_bad", tmp_path, url=server, key=KEY, target_tp=TP)
+    assert_followed(seen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -66,6 +67,11 @@ def test_a_server_follows_what_was_written_as_no_engine_could_be_reached(server:
 
 def test_a_server_passes_over_what_is_no_snapshot_of_its_model(server: str, tmp_path: Path) -> None:
     (seen,) = run_trainers(1, "server_job:follow_what_is_bad", tmp_path, url=server, key=KEY, target_tp=TP)
+    assert_followed(seen)
+
+
+def assert_followed(seen: dict[str, Any]) -> None:
+    """See `server_job.follow_what_is_bad`."""
     good = seen["updated"]
     assert good["digest"] == seen["update"] != ""
     assert seen["followed"] == good | {"version": "good", "transport": "disk"}, "digest and tokens are an update's"
@@ -80,6 +86,7 @@ def test_a_server_passes_over_what_is_no_snapshot_of_its_model(server: str, tmp_
     assert seen["last"]["version"] == (seen["polls"][4] or "good"), "all of it, or nothing"
     assert (seen["last"]["tokens"] == good["tokens"]) == (seen["polls"][4] is None)
     assert seen["after"] == seen["followed"] | {"version": "after"}
+    assert seen["stock"] == {"tokens": good["tokens"], "version": "SGLang's own", "digest": "", "transport": ""}
 
 
 def test_parameters_that_a_trainer_broadcasts_are_taken_version_by_version(server: str, tmp_path: Path) -> None:
