@@ -18,6 +18,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import DeadlineExceeded, EngineUnreachable, TornWeights
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
 from support.ready import CONTEXT
 from support.revocation.soak import soak
 from support.revocation.stories import SOAKED
@@ -29,14 +30,18 @@ DTYPE = torch.bfloat16
 NAN = float("nan")
 
 
-def train(trainer, transport, options, timeout_s, _before_s, _moving_s):
-    """Three updates, of which the second one's answer is lost. Returns what the trainer was told of each."""
+def train(trainer, transport, options, timeout_s, _before_s, _moving_s, failure):
+    """Three updates, of which the second one's answer is lost, or is a premature `failure`. Returns what the trainer
+    was told of each.
+    """
     done = threading.Event()
 
     def send(request):
         if request.update == 2:
             threading.Thread(target=lambda: (trainer.send(request), done.set()), daemon=True).start()
             time.sleep(0.5)
+            if failure:
+                return DistributedUpdateWeightsOutput(success=False, message=failure)
             raise EngineUnreachable("the engine did not answer: a proxy closed the connection")
         if request.update == 3:
             done.wait(30)
@@ -59,7 +64,7 @@ def train(trainer, transport, options, timeout_s, _before_s, _moving_s):
     return [f"{type(t).__name__}: {t}" if isinstance(t, Exception) else t for t in told]
 
 
-def serve(rank, size, requests, _transport, _options, _timeout_s, before_s, moving_s):
+def serve(rank, size, requests, _transport, _options, _timeout_s, before_s, moving_s, _failure):
     """Returns success, torn, and the version whose weights are live, after each update."""
     model = ToyRank(rank, size, DTYPE, HIDDEN)
     receiver, after = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu")), []
@@ -81,9 +86,9 @@ def serve(rank, size, requests, _transport, _options, _timeout_s, before_s, movi
     return after
 
 
-def run(transport, options, *, timeout_s=20.0, before_s=0.0, moving_s=0.0):
+def run(transport, options, *, timeout_s=20.0, before_s=0.0, moving_s=0.0, failure=""):
     """before_s, moving_s: how long engine ranks take before they begin with update 2, and to move it."""
-    told, served = run_world(2, 2, train, serve, transport, options, timeout_s, before_s, moving_s)
+    told, served = run_world(2, 2, train, serve, transport, options, timeout_s, before_s, moving_s, failure)
     assert told[0] == told[1]
     return told[0], served[0]
 
@@ -123,6 +128,15 @@ def test_the_trainer_waits_for_ranks_that_write_and_learns_of_their_success(case
     with case(LOST, "move", transport) as row:
         told, served = run(transport, {}, moving_s=2.0)
         assert "the engine's answer was lost" in told[1]
+        assert served == [(True, False, [1]), (True, False, [2]), (True, False, [3])]
+        row.outcome = "new weights, reported"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_failure_that_the_engine_reports_while_its_ranks_write_is_no_outcome(case, transport):
+    with case("the engine reports a failure, and its ranks go on", "move", transport) as row:
+        told, served = run(transport, {}, moving_s=2.0, failure="the engine's schedulers have not answered")
+        assert "the engine answered otherwise (the engine's schedulers have not answered)" in told[1]
         assert served == [(True, False, [1]), (True, False, [2]), (True, False, [3])]
         row.outcome = "new weights, reported"
 

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from sglang_reshard.control import ControlClient, Standing, WaitTimedOut
-from sglang_reshard.errors import Aborted, PeerDisconnected, ReshardError
+from sglang_reshard.errors import Aborted, DeadlineExceeded, PeerDisconnected, ReshardError
 from sglang_reshard.protocol.messages import (
     Command,
     DistributedUpdateWeightsOutput,
@@ -39,7 +39,7 @@ T = TypeVar("T")
 _MESSAGE: Any = EngineCommand | UpdateResults  # a union, which is no type[T]
 _CAUSE_S = 0.5  # head start of the rank that failed, whose reason explains a connection that broke
 ANSWER_S = 5.0  # how long an engine may take to answer an aborted update
-_RESULT_S = ANSWER_S + 1.0  # how long its result may take to arrive
+_RESULT_S = 2 * ANSWER_S + 1.0  # how long its result may take to arrive: its ranks may still read for as long again
 _POLL_S = 0.05
 _DOUBT_S = 10.0  # for an engine rank without a connection to find out whether the others write
 WRITING, WRITTEN = "writing", "written"  # marks of an engine's scope, see above
@@ -122,10 +122,11 @@ class TrainerChannel(_Scope):
         for number in itertools.count():
             try:
                 (data,) = self._get([_numbered(self.update, number)], wait_s, lambda _: (
-                    f"update {self.update} did not end: trainer rank 0 reported nothing for {wait_s:.0f} s; look at "
-                    "its log"
+                    f"update {self.update} did not end within {wait_s:.0f} s; look at the logs of trainer rank 0 and "
+                    "of the engines"
                 ))  # fmt: skip
-            except Aborted as error:
+            except (Aborted, DeadlineExceeded) as error:
+                self.abort(str(error))  # so that trainer rank 0 reports what has become of the weights
                 yield self._results_after_abort(number, error)
                 return
             message: EngineCommand | UpdateResults = decode(data, _MESSAGE)
@@ -175,7 +176,7 @@ class TrainerChannel(_Scope):
 
     # -- keys
 
-    def _results_after_abort(self, number: int, error: Aborted) -> UpdateResults:
+    def _results_after_abort(self, number: int, error: ReshardError) -> UpdateResults:
         """Skips the commands from `number` on, which are obsolete. Raises `error` if no results follow them."""
         try:
             while True:
