@@ -1,4 +1,4 @@
-"""Ends an engine's update on trainer rank 0: finds out what has become of the weights, as the engine's answer may be wrong.
+"""Ends an engine's update on trainer rank 0: finds out what has become of the weights, as its answer may be wrong.
 
 The answer may be lost, late or mistaken: a proxy repeats a request and returns the refusal of the second one, or an
 engine reports at its deadline that some of its processes are silent, and they end well. So the mark on the control
