@@ -19,6 +19,7 @@ from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import DeadlineExceeded, EngineUnreachable, TornWeights
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
+from sglang_reshard.protocol.update_channel import ANSWER_S
 from support.ready import CONTEXT
 from support.revocation.soak import soak
 from support.revocation.stories import SOAKED
@@ -148,6 +149,33 @@ def test_ranks_that_write_for_too_long_are_torn_and_the_trainer_knows_it(case):
         assert served[1][:2] == (False, True)
         assert served[2] == (True, False, [3])
         row.outcome = "torn, declared; the next update made it good"
+
+
+def train_an_interrupted_rank(trainer):
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    began = time.monotonic()
+    with pytest.raises(TornWeights, match="interrupted"):
+        sender.update(sharded(1, DTYPE).items())
+    sender.close()
+    return time.monotonic() - began
+
+
+def serve_until_interrupted(rank, size, requests):
+    receiver = WeightReceiver(TracedModel(ToyRank(rank, size, DTYPE, HIDDEN)), rank, size, torch.device("cpu"))
+
+    def interrupt(_context):
+        raise KeyboardInterrupt
+
+    receiver._executor._move = interrupt
+    for request in requests:
+        with pytest.raises(KeyboardInterrupt):
+            receiver.update(request)
+        requests.answer(DistributedUpdateWeightsOutput(success=False, message="interrupted", torn=bool(receiver.torn)))
+
+
+def test_an_engine_rank_that_is_interrupted_while_it_writes_has_left_the_update():
+    told, _ = run_world(1, 1, train_an_interrupted_rank, serve_until_interrupted)
+    assert told[0] < ANSWER_S
 
 
 def collect(asked, answers):

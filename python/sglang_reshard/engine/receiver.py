@@ -186,10 +186,10 @@ class WeightReceiver:
                     yield
                 except _UpdateFailed:
                     raise
-                except BaseException as error:  # Ctrl-C, too: the other ranks and the trainer would wait for this one
-                    failed = self._cleaned_up(error, request)
-                    if isinstance(error, Exception):
-                        raise failed from error
+                except Exception as error:
+                    raise self._cleaned_up(error, request) from error
+                except BaseException as error:  # Ctrl-C: the other ranks and the trainer would wait for this one
+                    self._cleaned_up(error, request)
                     raise
         finally:
             self._lock.release()

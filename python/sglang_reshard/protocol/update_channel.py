@@ -166,6 +166,14 @@ class TrainerChannel(_Scope):
         """Ends the update on all trainer ranks."""
         self._client.append(_commands(self.update), encode(results))
 
+    def why_aborted(self) -> str:
+        """Returns why the trainer ranks have aborted the update of all engines; empty if they have not."""
+        try:
+            self._get((), 0.0, lambda _: "")
+        except Aborted as error:
+            return str(error)
+        return ""
+
     def end(self) -> None:
         """Ends this update, and all before it, for ever: a late request finds nothing that it could take part in."""
         self._client.post_end_scope(self.scope)

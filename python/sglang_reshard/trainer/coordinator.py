@@ -152,7 +152,9 @@ class UpdateCoordinator:
             try:
                 answer = self._engines[engine](asked)
             except Exception as error:
-                answer = error
+                answer = error.with_traceback(None)  # which would keep this frame, and all that it refers to
+        if isinstance(answer, DistributedUpdateWeightsOutput) and not (answer.success or answer.torn):
+            answer = Aborted(answer.message) if channel.why_aborted() else answer  # the engine only reports it
         return settlement.outcome(answer)
 
     def _check_answered(self, channel: TrainerChannel, previous: Future[None] | None) -> None:

@@ -63,8 +63,9 @@ class Settlement:
         if calls_itself_torn:
             raise self._torn(str(error))
         if not standing.mark:
-            is_refusal = isinstance(error, EngineRefused) and error is not answer
-            raise error if is_refusal else _explained(error, _REVOKED)  # a refusal says that by its type
+            if isinstance(answer, DistributedUpdateWeightsOutput) and not answer.success:
+                raise EngineRefused(answer.message)  # which says that the old weights serve
+            raise _explained(error, _REVOKED)
         if standing.mark == WRITING:
             raise self._torn(f"engine ranks had begun to write update {scope.update}: {standing.reason or error}")
         if standing.reason:  # an engine rank has died since
@@ -91,7 +92,7 @@ class Settlement:
 def _explained(error: Exception, what: str) -> ReshardError:
     """Returns the error with the outcome of the update, unless it contains it already."""
     if isinstance(error, TornWeights):
-        return error
+        return TornWeights(str(error))
     if isinstance(error, ReshardError):
         return type(error)(_sentences(str(error), what))
     return ReshardError(_sentences(f"{type(error).__name__}: {error}", what))
