@@ -80,8 +80,8 @@ class UpdateHandle(Generic[T]):
         """Aborts the update on all ranks, if it still runs. Engines that are being written become torn.
 
         `wait` raises TornWeights if an engine is torn, and otherwise Aborted, which says if all engine ranks had
-        already written. It returns the report if the engine has answered before. With on_failure="exclude", reports of engines
-        contain these errors if another engine has answered before.
+        already written. It returns the report if the engine has answered before. With on_failure="exclude", it returns
+        reports if another engine has answered before; those of the other engines contain these errors.
         """
         if self._future is None or self._future.done():
             return
