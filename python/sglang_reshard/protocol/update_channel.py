@@ -39,7 +39,8 @@ T = TypeVar("T")
 _MESSAGE: Any = EngineCommand | UpdateResults  # a union, which is no type[T]
 _CAUSE_S = 0.5  # head start of the rank that failed, whose reason explains a connection that broke
 ANSWER_S = 5.0  # how long an engine may take to answer an aborted update
-_RESULT_S = 2 * ANSWER_S + 1.0  # how long its result may take to arrive: its ranks may still read for as long again
+_RESULT_S = ANSWER_S + 1.0  # how long its result may take to arrive
+_SETTLED_S = 2 * ANSWER_S + 1.0  # how long after an abort: without an answer its ranks have as long to leave
 _POLL_S = 0.05
 _DOUBT_S = 10.0  # for an engine rank without a connection to find out whether the others write
 WRITING, WRITTEN = "writing", "written"  # marks of an engine's scope, see above
@@ -188,7 +189,7 @@ class TrainerChannel(_Scope):
         """Skips the commands from `number` on, which are obsolete. Raises `error` if no results follow them."""
         try:
             while True:
-                (data,) = self._client.get([_numbered(self.update, number)], _RESULT_S)
+                (data,) = self._client.get([_numbered(self.update, number)], _SETTLED_S)
                 message = decode(data, _MESSAGE)
                 if isinstance(message, UpdateResults):
                     return message
