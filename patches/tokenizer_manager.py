@@ -206,6 +206,7 @@ async def _write(
 def _torn(self: TokenizerManager, request: DistributedUpdateWeightsReq, reason: str) -> None:
     if request.lora is None:
         torn_weights.mark(self, reason)
+        weights_info.clear(self, "an update that failed")  # its engine ranks may all have written
     else:
         lora_names.unload(self, request.lora, reason)
 

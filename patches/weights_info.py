@@ -169,22 +169,22 @@ def _shares(manager: TokenizerManager) -> dict[asyncio.Task[None], Share]:
     return vars(manager).setdefault(_SHARES, {})
 
 
-def clear(manager: TokenizerManager) -> None:
-    """Forgets which weights are live, once something else may have written some of them.
+def clear(manager: TokenizerManager, since: str = "an update by SGLang") -> None:
+    """Forgets which weights are live, once something may have written some of them: `since`.
 
     Which ones is unknown, so all have a version that no other weights have, until an update writes them.
     """
     _forget(manager)
     setattr(manager, _VERSIONS, {})
-    setattr(manager, _OTHERS, _unknown())
+    setattr(manager, _OTHERS, _unknown(since))
 
 
 def _forget(manager: TokenizerManager) -> None:
     setattr(manager, _LIVE, None)
 
 
-def _unknown() -> str:
-    return f"unknown since an update by SGLang ({uuid.uuid4().hex[:16]})"
+def _unknown(since: str) -> str:
+    return f"unknown since {since} ({uuid.uuid4().hex[:16]})"
 
 
 def current(manager: TokenizerManager) -> WeightsInfo:
@@ -251,7 +251,7 @@ async def _around_load(stock: Stock, manager: TokenizerManager, *args: Any, **kw
     """A load of all weights gives them the version that it names. A draft may not have found its own weights there."""
     outcome = await _around_update(stock, manager, *args, **kwargs)
     if _succeeded(outcome) and (args[0] if args else kwargs["obj"]).weight_version is not None:
-        setattr(manager, _VERSIONS, {_DRAFTS: _unknown()})
+        setattr(manager, _VERSIONS, {_DRAFTS: _unknown("a load from disk")})
         setattr(manager, _OTHERS, "")
     return outcome
 

@@ -163,6 +163,21 @@ def test_weights_whose_schedulers_answer_what_nobody_can_read_are_torn(engine_cl
     run(ask())
 
 
+def test_what_an_update_that_tore_the_weights_has_written_is_of_no_known_version(engine_class):
+    """All its engine ranks may have: the version is not the one before, and not its own."""
+
+    async def ask():
+        engine = engine_class(lambda _: Output(success=False, message="half of it", torn=True))
+        async with engine.client() as client:
+            await client.post(UPDATE, json=BODY)
+            engine.answer = lambda _: Output(success=True, message="", kept=("a",))
+            answer = await client.post(UPDATE, json={**BODY, "update": 2, "weight_version": "8"})
+        (version,) = answer.json()["kept_versions"]
+        assert version.startswith("unknown since an update that failed")
+
+    run(ask())
+
+
 def test_a_cache_that_cannot_be_flushed_after_the_write_is_no_failure_that_left_the_old_weights(
     engine_class, monkeypatch
 ):
