@@ -15,6 +15,7 @@ An engine that calls its own weights torn serves nothing, so that claim counts w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import msgspec
 
@@ -54,9 +55,7 @@ class Settlement:
             if calls_itself_torn:
                 scope.abort(str(error))  # those that still write end then
             standing = scope.until_written(self.timeout_s)
-        elif (
-            standing.mark == WRITTEN and not calls_itself_torn and not isinstance(answer, Exception) and answer.success
-        ):
+        elif standing.mark == WRITTEN and _is_success(answer):
             return answer
         if standing.mark != WRITTEN:
             scope.until_left(ANSWER_S)
@@ -82,11 +81,15 @@ class Settlement:
             return EngineRefused(answer.message)
         return Mismatch(
             f"engine {self.scope.engine} answered that update {self.scope.update} had succeeded before its ranks had "
-            "written it; look at its log, and at what passes requests between it and trainer rank 0"
+            "written it; look at its log, and at proxies between it and trainer rank 0"
         )
 
     def _torn(self, why: str) -> TornWeights:
         return TornWeights(f"{why}. {self.if_torn}")
+
+
+def _is_success(answer: DistributedUpdateWeightsOutput | Exception) -> TypeGuard[DistributedUpdateWeightsOutput]:
+    return isinstance(answer, DistributedUpdateWeightsOutput) and answer.success and not answer.torn
 
 
 def _explained(error: Exception, what: str) -> ReshardError:
