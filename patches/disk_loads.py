@@ -4,8 +4,9 @@ SGLang answers when one rank of each data parallel replica has loaded, whether t
 all engine ranks are asked afterwards, under the lock of the load:
 
     none has begun to write        nothing has changed
-    all have loaded                the weights are sound if they were. They are sound again, or no longer missing, only
-                                   if the checkpoint fills every parameter of every rank
+    all have loaded                the weights are sound if they were. They are sound again, or no longer missing, or
+                                   all of the version that the load names, only if the checkpoint fills every parameter
+                                   of every rank
     anything else                  torn: SGLang rolls a failed load back by loading the same files again
 """
 
@@ -18,7 +19,14 @@ import torch.distributed as dist
 
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.patches import engine_start, model_runner, sglang_versions, stock_weights, torn_weights
+from sglang_reshard.patches import (
+    engine_start,
+    model_runner,
+    sglang_versions,
+    stock_weights,
+    torn_weights,
+    weights_info,
+)
 from sglang_reshard.patches.schedulers import asked, is_answered, silence
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, StockLoadReq
 from sglang_reshard.trace.tracer import trace
@@ -95,11 +103,11 @@ def _lacking(runner: Any) -> str:
 
 
 async def _update_from_disk(
-    stock: Callable[..., Awaitable[_Outcome]], manager: TokenizerManager, *args: Any, **kwargs: Any
+    stock: Callable[..., Awaitable[_Outcome]], manager: TokenizerManager, obj: Any, *args: Any, **kwargs: Any
 ) -> _Outcome:
     unsound = torn_weights.reason(manager) or stock_weights.missing(manager)
-    success, message, paused = await stock(manager, *args, **kwargs)
-    request = StockLoadReq(complete=bool(unsound and success))
+    success, message, paused = await stock(manager, obj, *args, **kwargs)
+    request = StockLoadReq(complete=success and (bool(unsound) or obj.weight_version is not None))
     answer = asked(manager, request, "loaded")
     if not await is_answered(answer, request):
         torn_weights.mark(manager, f"after a load from disk {silence(request)}")
@@ -109,11 +117,13 @@ async def _update_from_disk(
     if all(replica.success for replica in replicas):
         torn_weights.heal(manager)
         stock_weights.loaded(manager)
+        if request.complete:
+            weights_info.note_whole_load(manager)
         return success, message, paused
     if any(replica.torn for replica in replicas) or len({replica.success for replica in replicas}) > 1:
         torn_weights.mark(manager, f"a load from disk failed while weights were being written: {why or message}")
         return False, f"{message} The weights are torn: {why}", paused
-    if success:
+    if success and unsound:
         logger.error("The load from disk does not end this: %s. %s", unsound, why)
         return False, f"The files were loaded, but the engine still serves no request: {why}", paused
     return success, message, paused

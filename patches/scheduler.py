@@ -63,8 +63,10 @@ def update_weights_distributed(
 ) -> UpdateWeightsDistributedReqOutput:
     """Updates, then flushes the cache or begins a version of it; or shares.
 
-    Raises nothing: an exception here would end the server.
+    Raises nothing: an exception here would end the server. One that follows the write leaves the weights torn:
+    requests could be answered with them and the cache of the old ones.
     """
+    written = False
     try:
         if envelope.step == "share":
             return UpdateWeightsDistributedReqOutput.of(_share(self, envelope.open_share()))
@@ -76,7 +78,8 @@ def update_weights_distributed(
         of_all = request.draft and request.lora is None
         drafts = draft_models.drafts_of(self) if of_all else draft_models.Drafts([])
         output = self.tp_worker.update_weights_distributed(request, envelope.step, refusal, drafts)
-        if writes and output.success:
+        written = writes and output.success
+        if written:
             sglang_versions.record_weight_version(self, request.weight_version)
             if request.flush_cache == BY_VERSION:
                 cache_versions.begin(self)
@@ -86,7 +89,7 @@ def update_weights_distributed(
         logger.exception("update_weights_distributed failed")
         rank, _ = engine_rank(self.tp_worker.model_runner)
         message = f"engine rank {rank}: {type(error).__name__}: {error}"
-        output = DistributedUpdateWeightsOutput(success=False, message=message, phase=metrics.ENGINE)
+        output = DistributedUpdateWeightsOutput(success=False, message=message, torn=written, phase=metrics.ENGINE)
     return UpdateWeightsDistributedReqOutput.of(output)
 
 

@@ -186,8 +186,8 @@ async def _write(
             if caller.check is not None:
                 output = caller.check(output)
         except Mismatch as error:
-            _torn(self, request, f"the answer of the engine's schedulers to {request.name()} was lost: {error}")
-            raise
+            why = f"the answer of the engine's schedulers to {request.name()} was lost: {error}"
+            output = DistributedUpdateWeightsOutput(success=False, message=why, torn=True, phase=metrics.ENGINE)
         if output.success:
             if request.lora is None:
                 torn_weights.heal(self)
@@ -206,6 +206,7 @@ async def _write(
 def _torn(self: TokenizerManager, request: DistributedUpdateWeightsReq, reason: str) -> None:
     if request.lora is None:
         torn_weights.mark(self, reason)
+        weights_info.clear(self, "an update that failed")  # its engine ranks may all have written
     else:
         lora_names.unload(self, request.lora, reason)
 

@@ -4,13 +4,15 @@
     weights_info.current(manager)
     weights_info.under_way(manager)                  # what an update in progress says to another one
 
-The record is cleared when anything else writes or releases weights. That waits while other engines take the weights
+The record is cleared when anything else writes or releases weights, and the versions of parameters with it when
+anything else writes. That waits while other engines take the weights
 (`weights_sharing`), and so does an update, but not for long: a write comes before a pull.
 """
 
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -39,31 +41,28 @@ _READ_S = 30.0  # until all of them have the weights
 _END_S = 5.0  # until one that was ended has ended
 _PUBLICATION = "_reshard_publication"  # on the manager: the latest that it holds or has held
 _LIVE = "_reshard_live"  # on the manager: request and output of the update that wrote the live weights
-_VERSIONS = "_reshard_versions"  # on the manager: parameter -> weight_version, where it is not the live one
+_VERSIONS = "_reshard_versions"  # on the manager: parameter -> weight_version, where it is not that of the others
+_OTHERS = "_reshard_others"  # on the manager: version of the others; empty where that is the engine's weight_version
+_WHOLE = "_reshard_whole_load"  # on the manager: SGLang's last load from disk has filled every parameter
 _DRAFTS = "draft.*"
 _MANAGER = "sglang.srt.managers.tokenizer_manager"
-_DISK = "update_weights_from_disk"
-_BEGIN = "begin_weight_update"  # writes nothing itself
-_NOTED_ELSEWHERE = (_DISK, _BEGIN)  # see `disk_loads`
-# The methods by which SGLang itself changes weights. Not all of its versions have all of them.
-_STOCK_UPDATES = (
-    _DISK,
-    "update_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-    _BEGIN,
-)
 
 
 def apply() -> None:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for method in _STOCK_UPDATES:
+    # The methods by which SGLang itself changes weights. Not all of its versions have all of them.
+    for method, around in {
+        "update_weights_from_disk": _around_load,
+        "update_weights_from_distributed": _around_update,
+        "update_weights_from_tensor": _around_update,
+        "update_weights_from_ipc": _around_update,
+        "begin_weight_update": _around_write,  # writes nothing itself
+        "release_memory_occupation": _around_release,
+    }.items():
         if hasattr(TokenizerManager, method):
-            around = _around_write if method in _NOTED_ELSEWHERE else _around_update
             HookRegistry.register(f"{_MANAGER}.TokenizerManager.{method}", around, HookType.AROUND)
-    HookRegistry.register(f"{_MANAGER}.TokenizerManager.release_memory_occupation", _around_release, HookType.AROUND)
 
 
 def record(
@@ -74,13 +73,14 @@ def record(
     Returns the output with the versions of the parameters that the update has left, which its digest covers.
     """
     before: dict[str, str] = getattr(manager, _VERSIONS, {})
-    now = str(sglang_versions.weight_version(manager) or "")
+    now = getattr(manager, _OTHERS, "") or str(sglang_versions.weight_version(manager) or "")
     left = [*output.kept, *([] if request.draft or not _has_drafts(manager) else [_DRAFTS])]
     versions = {name: before.get(name, now) for name in left}
     by_version = {v: tuple(n for n in versions if versions[n] == v) for v in dict.fromkeys(versions.values())}
     digest = with_versions(output.digest, versions)
     output = msgspec.structs.replace(output, kept_versions=by_version, digest=digest)
     setattr(manager, _VERSIONS, versions)
+    setattr(manager, _OTHERS, "")
     setattr(manager, _LIVE, (request, output))
     set_publication(manager, max(request.publication, publication(manager)))
     return output
@@ -170,9 +170,22 @@ def _shares(manager: TokenizerManager) -> dict[asyncio.Task[None], Share]:
     return vars(manager).setdefault(_SHARES, {})
 
 
-def clear(manager: TokenizerManager) -> None:
+def clear(manager: TokenizerManager, since: str = "an update by SGLang") -> None:
+    """Forgets which weights are live, once something may have written some of them: `since`.
+
+    Which ones is unknown, so all have a version that no other weights have, until an update writes them.
+    """
+    _forget(manager)
+    setattr(manager, _VERSIONS, {})
+    setattr(manager, _OTHERS, _unknown(since))
+
+
+def _forget(manager: TokenizerManager) -> None:
     setattr(manager, _LIVE, None)
-    setattr(manager, _VERSIONS, {})  # all that SGLang brings is of its weight_version
+
+
+def _unknown(since: str) -> str:
+    return f"unknown since {since} ({uuid.uuid4().hex[:16]})"
 
 
 def current(manager: TokenizerManager) -> WeightsInfo:
@@ -213,22 +226,52 @@ Stock = Callable[..., Awaitable[Any]]
 
 
 async def _around_write(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
-    """Clears the record before, because weights change while it runs, and after, because an update may have ended in
-    between.
+    """Forgets the live weights before, because they change while it runs, and after, because an update may have ended
+    in between. Parameters that it does not write keep their versions.
     """
-    clear(manager)  # from now on they are not shared with another engine
+    _forget(manager)  # from now on they are not shared with another engine
     await unshared(manager)
     try:
         return await stock(manager, *args, **kwargs)
     finally:
-        clear(manager)
+        _forget(manager)
 
 
 async def _around_update(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
-    outcome = await _around_write(stock, manager, *args, **kwargs)
-    if isinstance(outcome, tuple) and outcome and outcome[0] is True:  # and then a message
+    outcome = await _rewritten(stock, manager, *args, **kwargs)
+    if _succeeded(outcome):
         stock_weights.written(manager)
     return outcome
+
+
+async def _around_load(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
+    """A load of all weights, see `disk_loads`, gives them the version that it names. A draft may not have found its own
+    weights there.
+    """
+    setattr(manager, _WHOLE, False)
+    outcome = await _rewritten(stock, manager, *args, **kwargs)
+    named = (args[0] if args else kwargs["obj"]).weight_version is not None
+    if _succeeded(outcome) and named and getattr(manager, _WHOLE):
+        setattr(manager, _VERSIONS, {_DRAFTS: _unknown("a load from disk")})
+        setattr(manager, _OTHERS, "")
+    return outcome
+
+
+def note_whole_load(manager: TokenizerManager) -> None:
+    """Notes that SGLang's load from disk, which is about to end, has filled every parameter of all engine ranks."""
+    setattr(manager, _WHOLE, True)
+
+
+async def _rewritten(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
+    clear(manager)
+    try:
+        return await _around_write(stock, manager, *args, **kwargs)
+    finally:
+        clear(manager)
+
+
+def _succeeded(outcome: Any) -> bool:
+    return isinstance(outcome, tuple) and bool(outcome) and outcome[0] is True  # and then a message
 
 
 async def _around_release(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,8 @@ from sglang_reshard.verl.replica_weights import pull_weights
 from sglang_reshard.verl.settings import BACKEND
 
 _COLOCATED = "naive"  # verl's name of the sync by `ServerAdapter.update_weights`, which reshards
-_pending: dict[str, float] = {}  # of the syncs since the last call of `Tracking.log`: of both kinds of replicas
+_pending: dict[str, float] = {}  # of the syncs of one step, of both kinds of replicas, until verl logs that step
+_step: int | None = None  # that step; None if the sync was given none
 
 
 def install() -> None:
@@ -40,8 +41,17 @@ async def _update_weights(stock: Callable[..., Any], manager: Any, *args: Any, *
         metrics = {**(metrics or {}), **await manager.actor_wg.workers[0].__ray_call__.remote(_take_metrics)}
     elif manager.backend != BACKEND:
         return metrics
-    _pending.update(metrics)
+    _keep(metrics, args[0] if args else kwargs.get("global_steps"))
     return metrics
+
+
+def _keep(metrics: dict[str, float], step: int | None) -> None:
+    """Keeps the metrics for the log of this step. Another step's have phases that this one's sync may not have."""
+    global _step
+    if step != _step:
+        _pending.clear()
+    _step = step
+    _pending.update(metrics)
 
 
 def _settle_backend(manager: Any) -> None:
@@ -83,6 +93,7 @@ def _take_metrics(_worker: Any) -> dict[str, float]:
 
 
 def _log(stock: Callable[..., Any], tracking: Any, data: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    data = {**_pending, **data}
-    _pending.clear()
+    if _step is None or _step == (args[0] if args else kwargs["step"]):
+        data = {**_pending, **data}
+        _pending.clear()
     return stock(tracking, data, *args, **kwargs)

@@ -152,7 +152,7 @@ class ReplicaSender:
         options: UpdateOptions,
         global_steps: int | None,
     ) -> dict[str, float]:
-        """Copies the shards, and starts the update. The metrics are those of the sync before, which has ended.
+        """Copies the shards, and starts the update. The metrics that are named so are those of the sync before.
 
         The first sync waits: until then replicas may have no weights at all.
         """
@@ -163,6 +163,8 @@ class ReplicaSender:
         assert reports is not None, "it was not skipped"
         self.global_steps = ended.global_steps
         metrics = self._metrics_of(reports, max(report.seconds.get("total", 0.0) for report in reports.values()))
+        if ended is not current:
+            metrics = {name.replace("reshard/", "reshard/previous/", 1): value for name, value in metrics.items()}
         metrics["reshard/stall_seconds"] = handle.waited_s + handle.copied_s
         if global_steps is not None and self.global_steps is not None:
             metrics["reshard/staleness"] = float(global_steps - self.global_steps)

@@ -58,6 +58,8 @@ class _Recorder(ControlClient):
         self.words.append(Word(operation, arguments))
         if operation == "get":
             return self._answers.pop(0)
+        if operation == "revoke":
+            return WRITTEN.encode(), b"", 0
         return [arguments[3]] * arguments[2] if operation == "all_gather" else None
 
 
@@ -100,6 +102,8 @@ def reporting(update: int, engines: int, engine_ranks: int) -> Words:
     recorder = _Recorder([])
     results = UpdateResults(dict.fromkeys(range(engines), Outcome(_report(engine_ranks))))
     channel = TrainerChannel(recorder, update, "trainer rank 0")
+    for engine in range(engines):
+        channel.engine(engine).revoke("")
     channel.end()
     channel.send_results(results)
     return recorder.words

@@ -43,11 +43,11 @@ class WeightsMissing(ReshardError):
 
 
 class EngineRefused(ReshardError):
-    """The engine reported a failure; the message is the engine's. The old weights keep serving."""
+    """The engine reported a failure; the message is its own. The old weights keep serving, unless it says otherwise."""
 
 
 class EngineUnreachable(EngineRefused):
-    """The engine's server did not answer, or its connection broke. It serves old weights, or none if they are torn."""
+    """The engine's server did not answer, or its connection broke. An update's error says which weights serve."""
 
 
 class Aborted(ReshardError):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -145,6 +146,57 @@ def test_an_update_that_is_cancelled_before_schedulers_write_never_asks_them(eng
         assert (engine.asked, engine.torn) == ([], "")
 
     run(ask())
+
+
+def test_weights_whose_schedulers_answer_what_nobody_can_read_are_torn(engine_class, monkeypatch):
+    """The trainer would take an answer that is lost for a success, because the engine ranks have written."""
+
+    async def ask():
+        engine = engine_class(lambda _: Output(success=True, message=""))
+        monkeypatch.setattr("sglang_reshard.protocol.messages.encode", lambda _: b"\xff")
+        monkeypatch.setattr("sglang_reshard.patches.io_struct.encode", lambda _: b"\xff")
+        async with engine.client() as client:
+            answer = await client.post(UPDATE, json=BODY)
+        assert (answer.status_code, answer.json()["torn"]) == (400, True)
+        assert "the answer of the engine's schedulers to update 1 of session s was lost" in engine.torn
+
+    run(ask())
+
+
+def test_what_an_update_that_tore_the_weights_has_written_is_of_no_known_version(engine_class):
+    """All its engine ranks may have: the version is not the one before, and not its own."""
+
+    async def ask():
+        engine = engine_class(lambda _: Output(success=False, message="half of it", torn=True))
+        async with engine.client() as client:
+            await client.post(UPDATE, json=BODY)
+            engine.answer = lambda _: Output(success=True, message="", kept=("a",))
+            answer = await client.post(UPDATE, json={**BODY, "update": 2, "weight_version": "8"})
+        (version,) = answer.json()["kept_versions"]
+        assert version.startswith("unknown since an update that failed")
+
+    run(ask())
+
+
+def test_a_cache_that_cannot_be_flushed_after_the_write_is_no_failure_that_left_the_old_weights(
+    engine_class, monkeypatch
+):
+    from sglang_reshard.patches import io_struct, scheduler
+
+    def not_flushed(_):
+        raise RuntimeError("the cache was not flushed")
+
+    monkeypatch.setattr(scheduler, "_refusal", lambda *_: "")
+    monkeypatch.setattr(scheduler, "_flush_cache", not_flushed)
+    monkeypatch.setattr(scheduler, "engine_rank", lambda _: (0, 1))
+    worker = SimpleNamespace(
+        model_runner=None, update_weights_distributed=lambda *_: Output(success=True, message="written")
+    )
+    asked = msgspec.structs.replace(REQUEST, draft=False, weight_version=None)
+    envelope = io_struct.UpdateWeightsDistributedReqInput.of(asked, "update")
+    answer = scheduler.update_weights_distributed(SimpleNamespace(tp_worker=worker), envelope).open()
+    assert (answer.success, answer.torn) == (False, True)
+    assert "the cache was not flushed" in answer.message
 
 
 @pytest.mark.parametrize("staged", [False, True])

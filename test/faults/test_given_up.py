@@ -18,6 +18,8 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import DeadlineExceeded, EngineUnreachable, TornWeights
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
+from sglang_reshard.protocol.update_channel import ANSWER_S
 from support.ready import CONTEXT
 from support.revocation.soak import soak
 from support.revocation.stories import SOAKED
@@ -29,14 +31,18 @@ DTYPE = torch.bfloat16
 NAN = float("nan")
 
 
-def train(trainer, transport, options, timeout_s, _before_s, _moving_s):
-    """Three updates, of which the second one's answer is lost. Returns what the trainer was told of each."""
+def train(trainer, transport, options, timeout_s, _before_s, _moving_s, failure):
+    """Three updates, of which the second one's answer is lost, or is a premature `failure`. Returns what the trainer
+    was told of each.
+    """
     done = threading.Event()
 
     def send(request):
         if request.update == 2:
             threading.Thread(target=lambda: (trainer.send(request), done.set()), daemon=True).start()
             time.sleep(0.5)
+            if failure:
+                return DistributedUpdateWeightsOutput(success=False, message=failure)
             raise EngineUnreachable("the engine did not answer: a proxy closed the connection")
         if request.update == 3:
             done.wait(30)
@@ -59,7 +65,7 @@ def train(trainer, transport, options, timeout_s, _before_s, _moving_s):
     return [f"{type(t).__name__}: {t}" if isinstance(t, Exception) else t for t in told]
 
 
-def serve(rank, size, requests, _transport, _options, _timeout_s, before_s, moving_s):
+def serve(rank, size, requests, _transport, _options, _timeout_s, before_s, moving_s, _failure):
     """Returns success, torn, and the version whose weights are live, after each update."""
     model = ToyRank(rank, size, DTYPE, HIDDEN)
     receiver, after = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu")), []
@@ -81,9 +87,9 @@ def serve(rank, size, requests, _transport, _options, _timeout_s, before_s, movi
     return after
 
 
-def run(transport, options, *, timeout_s=20.0, before_s=0.0, moving_s=0.0):
+def run(transport, options, *, timeout_s=20.0, before_s=0.0, moving_s=0.0, failure=""):
     """before_s, moving_s: how long engine ranks take before they begin with update 2, and to move it."""
-    told, served = run_world(2, 2, train, serve, transport, options, timeout_s, before_s, moving_s)
+    told, served = run_world(2, 2, train, serve, transport, options, timeout_s, before_s, moving_s, failure)
     assert told[0] == told[1]
     return told[0], served[0]
 
@@ -127,6 +133,15 @@ def test_the_trainer_waits_for_ranks_that_write_and_learns_of_their_success(case
         row.outcome = "new weights, reported"
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_failure_that_the_engine_reports_while_its_ranks_write_is_no_outcome(case, transport):
+    with case("the engine reports a failure, and its ranks go on", "move", transport) as row:
+        told, served = run(transport, {}, moving_s=2.0, failure="the engine's schedulers have not answered")
+        assert "the engine answered otherwise (the engine's schedulers have not answered)" in told[1]
+        assert served == [(True, False, [1]), (True, False, [2]), (True, False, [3])]
+        row.outcome = "new weights, reported"
+
+
 def test_ranks_that_write_for_too_long_are_torn_and_the_trainer_knows_it(case):
     with case(f"{LOST}, engine ranks write past the deadline", "move", "ipc") as row:
         told, served = run("auto", {}, timeout_s=3.0, moving_s=5.0)
@@ -134,6 +149,33 @@ def test_ranks_that_write_for_too_long_are_torn_and_the_trainer_knows_it(case):
         assert served[1][:2] == (False, True)
         assert served[2] == (True, False, [3])
         row.outcome = "torn, declared; the next update made it good"
+
+
+def train_an_interrupted_rank(trainer):
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    began = time.monotonic()
+    with pytest.raises(TornWeights, match="interrupted"):
+        sender.update(sharded(1, DTYPE).items())
+    sender.close()
+    return time.monotonic() - began
+
+
+def serve_until_interrupted(rank, size, requests):
+    receiver = WeightReceiver(TracedModel(ToyRank(rank, size, DTYPE, HIDDEN)), rank, size, torch.device("cpu"))
+
+    def interrupt(_context):
+        raise KeyboardInterrupt
+
+    receiver._executor._move = interrupt
+    for request in requests:
+        with pytest.raises(KeyboardInterrupt):
+            receiver.update(request)
+        requests.answer(DistributedUpdateWeightsOutput(success=False, message="interrupted", torn=bool(receiver.torn)))
+
+
+def test_an_engine_rank_that_is_interrupted_while_it_writes_has_left_the_update():
+    told, _ = run_world(1, 1, train_an_interrupted_rank, serve_until_interrupted)
+    assert told[0] < ANSWER_S
 
 
 def collect(asked, answers):

@@ -55,6 +55,16 @@ def test_links_lead_somewhere(document):
             assert anchor in anchors(str(there.resolve().relative_to(ROOT))), link
 
 
+def test_each_section_of_promises_has_tests_and_these_exist():
+    rows = table("docs/testing.md", "## Promises")
+    sections = set(re.findall(r"^##+ (.*)$", text("docs/reliability.md"), re.M))
+    with_tables_of_their_own = {"Rules of GPUs", "Rules of GPUs, second reading", "Snapshot folders", "Measured"}
+    assert {section for section, *_ in rows if section} == sections - with_tables_of_their_own
+    for named in (name for *_, tests in rows for name in coded(tests)):
+        path, _, function = named.partition("::")
+        assert re.search(rf"^def {function}\(", text(path), re.M), named
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_python_in_documents_is_python_and_imports_what_there_is(document):
     for body in blocks(document, "python"):

@@ -12,7 +12,7 @@ from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.update import UpdateExecutor
-from sglang_reshard.errors import EngineRefused, TornWeights, Unsupported
+from sglang_reshard.errors import EngineRefused, EngineUnreachable, TornWeights, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.kept import MayStay
 from sglang_reshard.trace.tracer import trace
@@ -118,6 +118,25 @@ def test_the_digest_of_a_part_does_not_depend_on_the_sizes_of_either_side():
     assert one[0] == other[0] == other[1]
     assert with_kept("", ["down"]) == ""
     assert with_kept("00", ["a", "b"]) == with_kept("00", ["b", "a", "b"]) != with_kept("00", ["a"])
+
+
+def train_for_an_answer_that_is_lost(trainer):
+    def send(request):
+        answer = trainer.send(request)
+        if request.update == 2:
+            raise EngineUnreachable("a proxy closed the connection")
+        return answer
+
+    sender = WeightSender.over(trainer.group, send, timeout_s=30)
+    found = [sender.update(tensors, verify="full", frozen=["down", "norm"]) for tensors in (checkpoint(1), sent(2))]
+    sender.close()
+    return [(report.kept, report.digest != "") for report in found]
+
+
+def test_a_lost_answer_with_a_kept_part_leaves_the_digest_unknown():
+    """The engine's own has the versions of that part, which only its answer tells."""
+    told, _ = run_world(1, 1, train_for_an_answer_that_is_lost, serve)
+    assert told[0] == [((), True), (("down", "norm"), False)]
 
 
 def train_in_part(trainer, calls):

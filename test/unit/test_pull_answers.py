@@ -1,15 +1,29 @@
 """A server that is asked to pull tells nothing of what it finds at the URL, and waits no longer than it is asked to."""
 
 import asyncio
+import contextlib
 import time
 
 import msgspec
 import pytest
 
-from sglang_reshard.control import Address
-from sglang_reshard.errors import DeadlineExceeded, EngineRefused, EngineUnreachable, Unauthorized, Unsupported
+from sglang_reshard.control import Address, ControlServer
+from sglang_reshard.errors import (
+    DeadlineExceeded,
+    EngineRefused,
+    EngineUnreachable,
+    ReshardError,
+    Unauthorized,
+    Unsupported,
+)
 from sglang_reshard.extras.replicas.pull import pull
-from sglang_reshard.protocol.messages import PullWeightsReq, SharedWeights
+from sglang_reshard.protocol.messages import (
+    DistributedUpdateWeightsOutput,
+    DistributedUpdateWeightsReq,
+    PullWeightsReq,
+    SharedWeights,
+)
+from sglang_reshard.protocol.request_mail import MailRoom
 from support.scenarios import run
 
 SECRET = "the internal page"
@@ -121,3 +135,35 @@ def test_an_address_that_leads_nowhere_is_told(host):
     shared = SharedWeights(Address("s", host, 9, "0" * 64), "7", "", "float32")
     found = run(pulled(answering(200, msgspec.json.encode(shared).decode()), timeout_s=0.5))
     assert isinstance(found, DeadlineExceeded)
+
+
+def test_an_outcome_that_the_other_server_never_hears_of_is_the_outcome(monkeypatch):
+    """It ends when the weights have arrived: they are written, and served."""
+
+    async def scenario():
+        server = ControlServer.open()
+        shared = SharedWeights(server.address, "7", "", "float32")
+
+        async def share(_request):
+            return shared
+
+        async def update(_asked, _shared):
+            await asyncio.to_thread(server.close)
+            return DistributedUpdateWeightsOutput(success=True, message="written")
+
+        def send():
+            with contextlib.closing(MailRoom(server.address, 10)) as room:
+                room.wait(1, 10)
+                with contextlib.suppress(ReshardError):
+                    room.send(room.receivers()[0], request)
+
+        request = DistributedUpdateWeightsReq(
+            address=server.address, update=1, layout="l", handles=("h",), trainer_hosts=("x",), timeout_s=10
+        )
+        monkeypatch.setattr("sglang_reshard.extras.replicas.pull._shared", share)
+        sending = asyncio.ensure_future(asyncio.to_thread(send))
+        output = await pull(PullWeightsReq(url="http://127.0.0.1:9", timeout_s=10), update)
+        await sending
+        return output
+
+    assert run(scenario()).message == "written"

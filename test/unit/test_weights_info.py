@@ -253,12 +253,78 @@ def test_the_digest_tells_versions_of_kept_parameters_apart(manager):
     assert len({digest_after([v], kept) for v in ("7", "8") for kept in (("a",), ("b",), ("a", "b"))}) == 6
 
 
-def test_what_sglang_brings_is_of_its_version(manager):
-    left(manager, "43", ["a"])
-    asyncio.run(weights_info._around_write(succeeds, manager))
-    manager.server_args.weight_version = "from disk"
+async def updates(manager, obj):
+    """An update of SGLang's own, of some tensors or of all."""
+    if obj.success and obj.weight_version is not None:
+        manager.server_args.weight_version = obj.weight_version
+    if obj.whole:
+        weights_info.note_whole_load(manager)
+    return obj.success, "message"
+
+
+def by_sglang(manager, around, version, success=True, whole=False):
+    asked = SimpleNamespace(weight_version=version, success=success, whole=whole)
+    asyncio.run(around(updates, manager, asked))
     assert weights_info.current(manager).kept_versions == {}
+
+
+def test_what_sglang_loads_from_disk_is_of_its_version(manager):
+    left(manager, "43", ["a"])
+    by_sglang(manager, weights_info._around_load, "from disk", whole=True)
     assert left(manager, "44", ["a"]) == {"from disk": ("a",)}
+
+
+@pytest.mark.parametrize(
+    ("around", "version", "success"),
+    [
+        (weights_info._around_update, "44", True),  # of some tensors: of which ones is unknown
+        (weights_info._around_update, None, True),
+        (weights_info._around_update, "44", False),
+        (weights_info._around_load, None, True),  # the engine's version is that of the weights before
+        (weights_info._around_load, "44", False),  # it may have written some
+        (weights_info._around_load, "44", True),  # the folder may lack some
+    ],
+)
+def test_what_sglang_may_have_written_is_of_no_known_version(manager, around, version, success):
+    manager.server_args.speculative_algorithm = "EAGLE"
+    left(manager, "43", ["a"])
+    by_sglang(manager, around, version, success)
+    (unknown,) = first = left(manager, "45", ["a", "b"], draft=False)
+    assert (first[unknown], unknown.startswith("unknown since")) == (("a", "b", "draft.*"), True)
+    assert left(manager, "46", ["a", "c"]) == {unknown: ("a",), "45": ("c",)}
+    by_sglang(manager, around, version, success)
+    (another,) = left(manager, "47", ["a"])
+    assert another != unknown
+
+
+def test_equal_digests_are_of_equal_weights_whatever_sglang_wrote(manager):
+    def digest_after_sglang_wrote(_tensors):
+        left(manager, "7")
+        by_sglang(manager, weights_info._around_update, "8")
+        return weights_info.record(manager, REQUEST, msgspec.structs.replace(OUTPUT, digest="ff", kept=("a",))).digest
+
+    assert digest_after_sglang_wrote(["a"]) != digest_after_sglang_wrote(["b"])
+
+
+def test_a_load_may_not_have_reached_the_draft(manager):
+    manager.server_args.speculative_algorithm = "EAGLE"
+    left(manager, "43", ["a"])
+    by_sglang(manager, weights_info._around_load, "from disk", whole=True)
+    found = left(manager, "44", ["a"], draft=False)
+    assert found.pop("from disk") == ("a",)
+    assert [*found.values()] == [("draft.*",)]
+    assert next(iter(found)).startswith("unknown since")
+
+
+@pytest.mark.parametrize("session", [True, False], ids=["begin_weight_update", "release"])
+def test_what_writes_nothing_leaves_versions_as_they_are(manager, session):
+    """Memory that SGLang backs up has the same weights when it is resumed."""
+    left(manager, "43", ["a"])
+    if session:
+        asyncio.run(weights_info._around_write(succeeds, manager))
+    else:
+        asyncio.run(weights_info._around_release(succeeds, manager, SimpleNamespace(tags=["weights"])))
+    assert left(manager, "44", ["a", "b"]) == {"42": ("a",), "43": ("b",)}
 
 
 def test_draft_models_and_their_target_have_versions_of_their_own(manager):

@@ -60,11 +60,11 @@ def test_syncs_in_the_background_send_what_has_changed() -> None:
     assert [update["served"] for update in seen] == ["1", "2", "3", "4"]
     metrics = [update["metrics"] for update in seen]
     assert [m["reshard/staleness"] for m in metrics] == [0, 1, 1, 1]
-    # Metrics are those of the sync before.
-    assert ["reshard/delta" in m for m in metrics] == [False, False, True, True]
-    whole, delta = metrics[0]["reshard/bytes_per_rank"], metrics[3]["reshard/bytes_per_rank"]
-    assert delta < whole / 8
-    assert 0 < metrics[3]["reshard/changed_share"] < 0.1
+    first, *previous = metrics
+    assert "reshard/delta" not in first
+    assert ["reshard/previous/delta" in m for m in previous] == [False, True, True]
+    assert previous[-1]["reshard/previous/bytes_per_rank"] < first["reshard/bytes_per_rank"] / 8
+    assert 0 < previous[-1]["reshard/previous/changed_share"] < 0.1
 
 
 @pytest.mark.sweep

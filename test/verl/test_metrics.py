@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import msgspec
+import pytest
 
 from sglang_reshard.observability.report import RankReport, TrainerRankReport, UpdateReport
+from sglang_reshard.verl import driver_hooks
 from sglang_reshard.verl.metrics import sync_metrics, transport_reasons
+from sglang_reshard.verl.settings import BACKEND
 
 
 def report(transport: str, received: int, move: float) -> UpdateReport:
@@ -43,3 +49,46 @@ def test_the_slowest_and_the_largest_count() -> None:
     }
     assert transport_reasons(reports) == "a: ipc: requested; b: p2p: requested"
     assert transport_reasons({"a": reports["a"], "c": reports["a"]}) == "a, c: ipc: requested"
+
+
+class Replicas:
+    """A manager of replicas, whose next sync has these metrics."""
+
+    backend, replicas, metrics = BACKEND, (), {}
+
+    async def sync(self, *_: Any, **__: Any) -> dict[str, float]:
+        return dict(self.metrics)
+
+
+def test_each_step_is_logged_with_its_own_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 0 is synced and not logged, where verl does not validate before it trains."""
+    monkeypatch.setattr(driver_hooks, "_pending", {})
+    monkeypatch.setattr(driver_hooks, "_step", None)
+    logged: dict[int, dict[str, float]] = {}
+    replicas, others = Replicas(), Replicas()
+
+    def sync(of: Replicas, step: int | None, **metrics: float) -> None:
+        of.metrics = {f"reshard/{name}": value for name, value in metrics.items()}
+        asyncio.run(driver_hooks._update_weights(Replicas.sync, of, *([] if step is None else [step])))
+
+    def log(step: int, **data: float) -> None:
+        driver_hooks._log(lambda _tracking, data, step: logged.update({step: data}), None, data, step=step)
+
+    sync(replicas, 0, seconds=9.0, planning=7.0)
+    sync(replicas, 1, seconds=1.0)
+    log(1, loss=0.5)
+    log(2)  # no sync
+    sync(replicas, 3, seconds=3.0)
+    sync(others, 3, bytes=8.0)
+    log(2, late=1.0)
+    log(3)
+    log(4)
+    sync(replicas, None, seconds=5.0)
+    log(5)
+    assert logged == {
+        1: {"reshard/seconds": 1.0, "loss": 0.5},
+        2: {"late": 1.0},
+        3: {"reshard/seconds": 3.0, "reshard/bytes": 8.0},
+        4: {},
+        5: {"reshard/seconds": 5.0},
+    }

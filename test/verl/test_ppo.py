@@ -35,6 +35,7 @@ def test_together_every_update_arrives_until_one_is_lost() -> None:
     assert "the update after step 2 is lost" in run.log
     assert after_the_lost_one < 0.9
     assert run.steps[0]["reshard/bytes_per_rank"] > 0
+    assert not any("reshard/seconds/plan" in step for step in run.steps), "the sync before step 1 has planned"
     means = [step["reshard/logprob_diff_mean"] for step in run.steps]
     assert max(means[:2]) < 0.05 < means[2]
     assert all(step["reshard/logprob_diff_max"] >= mean for step, mean in zip(run.steps, means, strict=True))

@@ -124,7 +124,8 @@ class MultiEngineSender(InBackground):
 
         on_failure  "raise": see below. "exclude": an engine that fails has a report with success=False and the reason
                     as its message, and is excluded from further updates, see `excluded`. It refuses requests if its
-                    weights are torn, and otherwise serves its old weights; it can pull from another engine
+                    weights are torn, and otherwise serves its old weights, unless the reason says that all its ranks
+                    had already written; it can pull from another engine
         probe       of all updated engines. An engine that differs is not excluded
 
         Raises the error of an engine's update, with the names of all engines that failed; TornWeights if any of them is

@@ -135,9 +135,10 @@ class WeightSender(InBackground, UpdateSender):
 
         Raises, on every trainer rank: Unsupported or Mismatch for weights that cannot be sent, DeadlineExceeded for a
         rank that does not participate, EngineRefused if the engine refuses them. After these errors the old weights
-        keep serving. After TornWeights the engine refuses requests until an update succeeds. Raises Aborted or
-        ConnectionLost if a rank died before the engine answered; if the engine's weights are torn, it refuses to
-        generate. Raises ProbeMismatch after a successful update, if a probe's threshold is exceeded.
+        keep serving, unless the message says that all engine ranks had already written. After TornWeights the engine
+        refuses requests until an update succeeds. Raises Aborted or ConnectionLost if a trainer rank cancelled the
+        update or died before the engine answered; if the engine's weights are torn, it refuses to generate. Raises
+        ProbeMismatch after a successful update, if a probe's threshold is exceeded.
         """
         weights, update = self._probed(probe, named_tensors, UpdateOptions.of(options, given))
         return update(weights)[_NAME]

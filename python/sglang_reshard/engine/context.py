@@ -146,7 +146,7 @@ def failure_message(phase: str, failed: Sequence[int], error: str) -> str:
     return f"{phase}, engine rank {failed[0]}: {error}{others}"
 
 
-def failed_phase(error: Exception, current: Phase) -> str:
+def failed_phase(error: BaseException, current: Phase) -> str:
     """Returns the phase of a failed update; "aborted" if it was cancelled by a rank that is in none of them.
 
     current  this rank's

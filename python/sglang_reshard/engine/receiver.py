@@ -193,10 +193,13 @@ class WeightReceiver:
                     raise
                 except Exception as error:
                     raise self._cleaned_up(error, request) from error
+                except BaseException as error:  # Ctrl-C: the other ranks and the trainer would wait for this one
+                    self._cleaned_up(error, request)
+                    raise
         finally:
             self._lock.release()
 
-    def _cleaned_up(self, error: Exception, request: DistributedUpdateWeightsReq) -> _UpdateFailed:
+    def _cleaned_up(self, error: BaseException, request: DistributedUpdateWeightsReq) -> _UpdateFailed:
         """Ends a failed update: drops what it leaves unusable, and informs the other ranks if they do not know."""
         message = str(error)
         self._executor.transfers.failed(request)

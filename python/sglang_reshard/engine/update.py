@@ -399,7 +399,9 @@ class UpdateExecutor:
         Raises what leaves the weights torn.
         """
         if self._rank == 0 and not vote.error:
-            context.channel.put_outcome(_with_votes(output, [vote]))
+            # Only the answer can say the versions of parameters that were left, which the engine's digest covers.
+            known = vote if context.request.draft and not output.kept else msgspec.structs.replace(vote, digest="")
+            context.channel.put_outcome(_with_votes(output, [known]))
         try:
             return context.all_gather_votes(Phase.COMMIT, vote, "" if vote.error else WRITTEN)
         except ConnectionLost:

@@ -291,8 +291,11 @@ def name_rank(trainer_rank: int, message: str) -> str:
     return message if message.startswith("trainer rank") else f"trainer rank {trainer_rank}: {message}"
 
 
+_ERRORS = {k.__name__: k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, ReshardError)}
+
+
 class Failure(msgspec.Struct, frozen=True):
-    """An exception that is sent to another process; `kind` is the name of its class in `errors`."""
+    """An exception that is sent to another process; `kind` is the name of its class in `errors`, or of a base class."""
 
     kind: str
     message: str
@@ -300,7 +303,7 @@ class Failure(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         if isinstance(error, ReshardError):
-            return cls(type(error).__name__, str(error))
+            return cls(next(k.__name__ for k in type(error).__mro__ if k in _ERRORS.values()), str(error))
         return cls("ReshardError", f"{type(error).__name__}: {error}")
 
     @classmethod
@@ -310,8 +313,7 @@ class Failure(msgspec.Struct, frozen=True):
         return cls(described.kind, name_rank(trainer_rank, described.message))
 
     def error(self) -> ReshardError:
-        kind = getattr(errors, self.kind, ReshardError)
-        return kind(self.message)
+        return _ERRORS.get(self.kind, ReshardError)(self.message)
 
 
 class Outcome(msgspec.Struct, Generic[T], frozen=True):

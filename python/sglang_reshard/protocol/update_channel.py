@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from sglang_reshard.control import ControlClient, Standing, WaitTimedOut
-from sglang_reshard.errors import Aborted, PeerDisconnected, ReshardError
+from sglang_reshard.errors import Aborted, DeadlineExceeded, PeerDisconnected, ReshardError
 from sglang_reshard.protocol.messages import (
     Command,
     DistributedUpdateWeightsOutput,
@@ -40,6 +40,7 @@ _MESSAGE: Any = EngineCommand | UpdateResults  # a union, which is no type[T]
 _CAUSE_S = 0.5  # head start of the rank that failed, whose reason explains a connection that broke
 ANSWER_S = 5.0  # how long an engine may take to answer an aborted update
 _RESULT_S = ANSWER_S + 1.0  # how long its result may take to arrive
+_SETTLED_S = 2 * ANSWER_S + 1.0  # how long after an abort: without an answer its ranks have as long to leave
 _POLL_S = 0.05
 _DOUBT_S = 10.0  # for an engine rank without a connection to find out whether the others write
 WRITING, WRITTEN = "writing", "written"  # marks of an engine's scope, see above
@@ -122,10 +123,11 @@ class TrainerChannel(_Scope):
         for number in itertools.count():
             try:
                 (data,) = self._get([_numbered(self.update, number)], wait_s, lambda _: (
-                    f"update {self.update} did not end: trainer rank 0 reported nothing for {wait_s:.0f} s; look at "
-                    "its log"
+                    f"update {self.update} did not end within {wait_s:.0f} s; look at the logs of trainer rank 0 and "
+                    "of the engines"
                 ))  # fmt: skip
-            except Aborted as error:
+            except (Aborted, DeadlineExceeded) as error:
+                self.abort(str(error))  # so that trainer rank 0 reports what has become of the weights
                 yield self._results_after_abort(number, error)
                 return
             message: EngineCommand | UpdateResults = decode(data, _MESSAGE)
@@ -165,6 +167,14 @@ class TrainerChannel(_Scope):
         """Ends the update on all trainer ranks."""
         self._client.append(_commands(self.update), encode(results))
 
+    def why_aborted(self) -> str:
+        """Returns why the trainer ranks have aborted the update of all engines; empty if they have not."""
+        try:
+            self._get((), 0.0, lambda _: "")
+        except Aborted as error:
+            return str(error)
+        return ""
+
     def end(self) -> None:
         """Ends this update, and all before it, for ever: a late request finds nothing that it could take part in."""
         self._client.post_end_scope(self.scope)
@@ -175,11 +185,11 @@ class TrainerChannel(_Scope):
 
     # -- keys
 
-    def _results_after_abort(self, number: int, error: Aborted) -> UpdateResults:
+    def _results_after_abort(self, number: int, error: ReshardError) -> UpdateResults:
         """Skips the commands from `number` on, which are obsolete. Raises `error` if no results follow them."""
         try:
             while True:
-                (data,) = self._client.get([_numbered(self.update, number)], _RESULT_S)
+                (data,) = self._client.get([_numbered(self.update, number)], _SETTLED_S)
                 message = decode(data, _MESSAGE)
                 if isinstance(message, UpdateResults):
                     return message

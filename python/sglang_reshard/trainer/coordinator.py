@@ -110,8 +110,7 @@ class UpdateCoordinator:
         scope, lora = channel.engine(engine), self._config.lora
         if_torn = _TORN if lora is None else _UNLOADED.format(lora.name)
 
-        def settlement() -> Settlement:
-            return Settlement(scope, self._config.timeout_s, if_torn)
+        settlement = Settlement(scope, self._config.timeout_s, if_torn)
 
         def settle(outcome: Callable[[], DistributedUpdateWeightsOutput]) -> None:
             try:
@@ -125,7 +124,7 @@ class UpdateCoordinator:
             with contextlib.suppress(TimeoutError):
                 result.result(ANSWER_S)  # the engine's own answer says more
                 return
-            settle(lambda: settlement().without_answer(Aborted(reason)))
+            settle(lambda: settlement.outcome(Aborted(reason)))
 
         try:
             scope.on_abort(give_up)
@@ -143,19 +142,20 @@ class UpdateCoordinator:
         engine: int,
         request: Callable[[int], DistributedUpdateWeightsReq],
         previous: Future[None] | None,
-        settlement: Callable[[], Settlement],
+        settlement: Settlement,
     ) -> DistributedUpdateWeightsOutput:
-        """Returns an engine's answer of success. Raises what any other answer, or none, means for the weights."""
+        """Returns the outcome of an engine's update. Raises what it means for the weights if it has not succeeded."""
         self._check_answered(channel, previous)
         with spans.span("reshard.request"):
             asked = request(engine)
+            answer: DistributedUpdateWeightsOutput | Exception
             try:
-                output = self._engines[engine](asked)
+                answer = self._engines[engine](asked)
             except Exception as error:
-                return settlement().without_answer(error)
-        if not output.success:
-            raise settlement().failed(output)
-        return output
+                answer = error.with_traceback(None)  # which would keep this frame, and all that it refers to
+        if isinstance(answer, DistributedUpdateWeightsOutput) and not (answer.success or answer.torn):
+            answer = Aborted(answer.message) if channel.why_aborted() else answer  # the engine only reports it
+        return settlement.outcome(answer)
 
     def _check_answered(self, channel: TrainerChannel, previous: Future[None] | None) -> None:
         """Raises DeadlineExceeded if the engine has not answered the update before, which was given up."""

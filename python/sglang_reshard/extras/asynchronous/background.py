@@ -65,21 +65,23 @@ class UpdateHandle(Generic[T]):
         if self._future is None:
             return None
         try:
-            report = self._future.result(timeout_s)
-        except NotInTime:
-            raise DeadlineExceeded(
-                f"update to version {self.weight_version!r} has not ended within {timeout_s:g} s and is still running; "
-                "call wait again, or with a larger timeout_s"
-            ) from None
-        except BaseException:
-            self._seen = True
+            return self._future.result(timeout_s)
+        except BaseException as error:
+            if self._future.done() and error is self._future.exception():
+                self._seen = True
+            elif isinstance(error, NotInTime):
+                raise DeadlineExceeded(
+                    f"update to version {self.weight_version!r} has not ended within {timeout_s:g} s and is still "
+                    "running; call wait again, or with a larger timeout_s"
+                ) from None
             raise
-        return report
 
     def cancel(self) -> None:
         """Aborts the update on all ranks, if it still runs. Engines that are being written become torn.
 
-        `wait` raises Aborted, or TornWeights.
+        `wait` raises TornWeights if an engine is torn, and otherwise Aborted, which says if all engine ranks had
+        already written. It returns the report if the engine has answered before. With on_failure="exclude", it returns
+        reports if another engine has answered before; those of the other engines contain these errors.
         """
         if self._future is None or self._future.done():
             return

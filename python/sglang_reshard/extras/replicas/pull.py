@@ -23,6 +23,7 @@ from sglang_reshard.errors import (
     EngineRefused,
     EngineUnreachable,
     Mismatch,
+    ReshardError,
     TornWeights,
     Unauthorized,
     Unsupported,
@@ -70,7 +71,8 @@ async def pull(request: PullWeightsReq, update: Update) -> DistributedUpdateWeig
                 )
             check_request(asked)
             output = await update(asked, shared)
-            await asyncio.to_thread(mailbox.answer, output)
+            with contextlib.suppress(ReshardError):  # the outcome holds, even if the other server has ended since
+                await asyncio.to_thread(mailbox.answer, output)
             return output
     except (Aborted, ConnectionLost) as error:
         raise EngineRefused(f"{request.url} did not share its weights: {error}") from error

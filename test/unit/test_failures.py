@@ -1,0 +1,34 @@
+"""An error crosses a process boundary as one of this package's, with any text in place of its kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_reshard import errors
+from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.protocol.messages import Failure, Outcome, decode, encode
+
+KINDS = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, ReshardError)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_error_arrives_as_it_was(kind: type[ReshardError]) -> None:
+    failure = decode(encode(Failure.of(kind("what is wrong"))), Failure)
+    assert (type(failure.error()), str(failure.error())) == (kind, "what is wrong")
+
+
+@pytest.mark.parametrize(
+    "kind", [*(n for n in vars(errors) if getattr(errors, n) not in KINDS), "", "RuntimeError", "a\0b", "x" * 10**6]
+)
+def test_a_kind_that_is_no_error_of_ours_is_one(kind: str) -> None:
+    outcome = decode(encode(Outcome[int](None, Failure(kind, "what is wrong"))), Outcome[int])
+    with pytest.raises(ReshardError, match="what is wrong") as raised:
+        outcome.result()
+    assert type(raised.value) is ReshardError
+
+
+def test_an_error_that_others_do_not_know_arrives_as_what_it_derives_from() -> None:
+    class UnreadableFile(Mismatch):
+        pass
+
+    assert type(Failure.of(UnreadableFile("a file")).error()) is Mismatch
