@@ -109,17 +109,17 @@ class SnapshotWriter:
         files = SnapshotFiles.of(state.layout, options.dtype, options.file_bytes)
         target: SnapshotFolder | None = None
         base: Entry | None = None
-        partial = folder / f".{options.name}.partial"
         try:
-            with self._phase("reserve", str) as reserved:
+            with self._phase("reserve", tuple[str, str]) as reserved:
                 if self._rank == 0:
                     target = SnapshotFolder(folder, options.name, self._timeout_s)
                     base = target.base() if options.delta else None
                     files.reserve(target.partial)
-                    reserved.own = base.name if base is not None else None
+                    reserved.own = target.partial.name, base.name if base is not None else ""
+            name, before = reserved.of_all[0]
+            partial = folder / name
             with self._phase("write"):
                 written = write_boxes(state, files, partial, self._rank)
-            before = reserved.of_all[0]
             with self._phase("read back", dict[str, SnapshotFile]) as read_back:
                 mine = files.files[self._rank :: len(self._global_ranks)]
                 read_back.own = {
@@ -130,10 +130,9 @@ class SnapshotWriter:
                 if target is not None:
                     files.write_index(target.partial)
                     publication = target.publish(weights, base, options.copy_from, options.keep, publication)
-        except BaseException:
+        finally:
             if target is not None:
-                target.remove()
-            raise
+                target.close()
         if options.upload is not None:
             self._upload(options.upload, folder, Entry(options.name, publication), weights, options.keep)
         deltas = [file.delta_bytes for file in weights.values()]
