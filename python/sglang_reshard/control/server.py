@@ -50,10 +50,11 @@ class _Connection(asyncio.BufferedProtocol):
         self._server, self._writer, self._reader = server, writer, reader
         self.peer = peer
         self.session: str | None = None
-        self._on_its_way = 0  # bytes of an unfinished frame and of unread replies, which count in the quota
+        self._on_its_way = 0  # bytes of an unfinished frame and of unread replies, as the quota counts them
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=0)  # `resume_writing` is called when all has been sent
         self._server.connections.add(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -71,6 +72,9 @@ class _Connection(asyncio.BufferedProtocol):
             self._drop(str(error))
         except Exception:
             self._fail()
+
+    def resume_writing(self) -> None:
+        self.recount()
 
     def eof_received(self) -> None:
         if self._reader.unfinished_bytes:
@@ -109,11 +113,20 @@ class _Connection(asyncio.BufferedProtocol):
             if (silent_s := silent_seconds(self.transport.get_extra_info("socket"))) > SILENT_S:
                 self._drop(f"its host has not acknowledged anything for {silent_s:.0f} s")
 
+    def recount(self) -> None:
+        """Gives back to the quota what has been sent, and so is no longer held, since it was counted."""
+        if (held := self._held()) < self._on_its_way:
+            self._server.quota.take(held - self._on_its_way)
+            self._on_its_way = held
+
+    def _held(self) -> int:
+        return self._reader.unfinished_bytes + self.transport.get_write_buffer_size()
+
     def _count(self) -> None:
         """Ends the connection if all of them together hold more than the quota."""
         if self.transport.is_closing():
             return
-        held = self._reader.unfinished_bytes + self.transport.get_write_buffer_size()
+        held = self._held()
         try:
             self._server.quota.take(held - self._on_its_way)
         except QuotaExceeded as error:
@@ -139,7 +152,7 @@ class ControlServer:
         self.connections: set[_Connection] = set()
         self.buffer = memoryview(bytearray(_READ_BYTES))
         self._key, self._listener = key, listener
-        self.quota = MemoryQuota(stored_bytes)
+        self.quota = MemoryQuota(stored_bytes, recount=self._recount)
         self._stores: dict[str, SessionStore] = {}
         self._handshakes: dict[asyncio.Task[None], float] = {}  # when each began; the first is the oldest
         self._last_refusal, self._unlogged = float("-inf"), 0
@@ -222,6 +235,10 @@ class ControlServer:
         store.disconnected(connection)
         if store.empty and not any(other.session == session for other in self.connections):
             del self._stores[session]
+
+    def _recount(self) -> None:
+        for connection in self.connections:
+            connection.recount()
 
     def log_refusal(self, peer: str, why: str) -> None:
         """Logs at most one line a second: unauthenticated peers must not fill a disk."""
