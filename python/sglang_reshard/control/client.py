@@ -61,9 +61,10 @@ class ControlClient:
     Every method raises ConnectionLost once the server, the session or the connection has ended.
     """
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
-        """Connects within `timeout_s`. Raises DeadlineExceeded if nothing answers, Unauthorized for a wrong key.
+    def __init__(self, address: Address, timeout_s: float, connect_s: float | None = None) -> None:
+        """Connects within `connect_s`. Raises DeadlineExceeded if nothing answers, Unauthorized for a wrong key.
 
+        connect_s  by default `timeout_s`
         timeout_s  also how long the server's process may be stopped, or hold its interpreter's lock: its kernel shows
                    that it is there, so that nothing but a deadline tells it from one that hangs
         """
@@ -76,7 +77,7 @@ class ControlClient:
         self._lost: str | None = None
         self._closed = False
         self._kept_alive: list[object] = []
-        self._socket, self._writer, self._reader = connect(address, timeout_s)
+        self._socket, self._writer, self._reader = connect(address, timeout_s if connect_s is None else connect_s)
         self._socket.settimeout(self._timeout_s)
         self._local_address = str(self._socket.getsockname()[0])
         self._thread = threading.Thread(target=self._receive, name="sglang-reshard control client", daemon=True)
@@ -195,6 +196,10 @@ class ControlClient:
         """
         self._call("cancel", scope, reason)
 
+    def post_cancel(self, scope: str, reason: str) -> None:
+        """As `cancel`, without waiting for it."""
+        self._post("cancel", scope, reason)
+
     def revoke(self, scope: str, reason: str) -> Standing:
         """Cancels a scope unless it has a mark, and returns which of the two it is: one excludes the other for ever.
 
@@ -255,6 +260,10 @@ class ControlClient:
     def end_session(self) -> None:
         """Deletes the keys of this session and disconnects its other clients."""
         self._call("end_session")
+
+    def lose(self, why: str) -> None:
+        """Ends the connection without waiting for the server: all waits raise ConnectionLost with this reason."""
+        self._lose(why)
 
     def keep_alive(self, thing: object) -> None:
         """Holds a reference for as long as this client exists."""

@@ -23,13 +23,14 @@ from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.observability.logs import get_logger, log_context
 from sglang_reshard.observability.peak_memory import PeakMemory
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
-from sglang_reshard.protocol.session import Session
-from sglang_reshard.protocol.validation import check_request
+from sglang_reshard.protocol.session import PUBLISHED_S, Session
+from sglang_reshard.protocol.validation import MAX_UPDATE, check_request, max_update_s
 from sglang_reshard.routes.wire.concurrent_use import warn_of_concurrent_use
 from sglang_reshard.trace.program import Program
 
 logger = get_logger(__name__)
 _IDLE_S = 1.0  # for what is left of an update that has ended
+_END_S = 1.0  # for an update that was aborted to end, as long as its control server answers
 _SUCCESS = DistributedUpdateWeightsOutput(success=True, message="")
 
 
@@ -230,8 +231,30 @@ class WeightReceiver:
             channel.on_abort(lambda _: self._executor.transfers.abort())
             memory = PeakMemory(self._device)
             self._context = UpdateContext(request, session, channel, self._rank, self._size, memory)
+            self._limit = self._limited(self._context)
             stack.pop_all()
         return self._context
+
+    def _limited(self, context: UpdateContext) -> threading.Timer:
+        """Ends the update, on all ranks, when it has taken as long as the engine lets one take.
+
+        Each wait of it is bounded by the request; there are several of them, and the engine serves nobody meanwhile.
+        """
+        limit_s = max_update_s()
+
+        def end() -> None:
+            reason = (
+                f"engine rank {self._rank}: {context.request.name()} did not end within {limit_s:g} s, the engine's "
+                f"limit ({MAX_UPDATE}); look at the logs of the trainer ranks"
+            )
+            context.channel.post_abort(reason)
+            if not limit.finished.wait(_END_S):  # its control server does not answer
+                context.session.client.lose(reason)
+
+        limit = threading.Timer(limit_s, end)
+        limit.daemon = True
+        limit.start()
+        return limit
 
     def _staged_context(self, request: DistributedUpdateWeightsReq) -> UpdateContext:
         """Returns the context of the staged update. Fails without ending the update that has replaced it, if any."""
@@ -249,6 +272,7 @@ class WeightReceiver:
     def _leave(self) -> UpdateContext | None:
         context, self._context = self._context, None
         if context is not None:
+            self._limit.cancel()
             context.channel.__exit__(None, None, None)
         return context
 
@@ -263,7 +287,8 @@ class WeightReceiver:
     def _join(self, request: DistributedUpdateWeightsReq) -> Session:
         if self._session is None or (self._session.address, self._engine) != (request.address, request.engine):
             self._drop_session()
-            self._session = session = Session.join(request.address, request.timeout_s)
+            connect_s = min(request.timeout_s, PUBLISHED_S)  # the trainer was there when it sent the request
+            self._session = session = Session.join(request.address, request.timeout_s, connect_s)
             self._engine = request.engine
             session.on_engine_end(request.engine, lambda: self._session_lost(session))
         return self._session

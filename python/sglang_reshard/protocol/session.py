@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
 from sglang_reshard.control import Address, ControlClient, ControlServer, ControlStore, WaitTimedOut
 from sglang_reshard.errors import Aborted
 from sglang_reshard.protocol.blobs import Blobs
-from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel
+from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel, update_scope
 
 _TRAINERS = "trainers"  # the scope that trainer ranks stay in between updates
 LOOPBACK = "127.0.0.1"
+PUBLISHED_S = 30.0  # for what a trainer has published before it sends its request
 LEAVE_TIMEOUT_S = 10.0  # how long trainer rank 0 waits at the end for ranks that may have died
 
 
@@ -59,9 +60,20 @@ class Session(Blobs):
         return cls(ControlClient(server.address, timeout_s), timeout_s, server)
 
     @classmethod
-    def join(cls, address: Address, timeout_s: float = 300.0) -> Session:
-        """Connects to a session. Raises DeadlineExceeded if nothing answers, Unauthorized for a wrong key."""
-        return cls(ControlClient(address, timeout_s), timeout_s)
+    def join(cls, address: Address, timeout_s: float = 300.0, connect_s: float | None = None) -> Session:
+        """Connects to a session. Raises DeadlineExceeded if nothing answers, Unauthorized for a wrong key.
+
+        connect_s  for the connection alone; by default `timeout_s`
+        """
+        return cls(ControlClient(address, timeout_s, connect_s), timeout_s)
+
+    def published_keys(self, layout: str, handles: Sequence[str]) -> tuple[str, ...]:
+        """Returns where the layout and the handles of all trainer ranks lie."""
+        return layout, *(handles_key(rank, digest) for rank, digest in enumerate(handles))
+
+    def wait_in_update(self, update: int, keys: Sequence[str], timeout_s: float) -> None:
+        """Waits until the keys are set. Raises WaitTimedOut, and Aborted if no trainer rank is in the update."""
+        self.client.wait(keys, timeout_s, update_scope(update))
 
     def trainer_channel(self, update: int, rank_name: str) -> TrainerChannel:
         """Returns the channel of one update, to be used in a `with` block. `rank_name` is shown in others' errors."""
