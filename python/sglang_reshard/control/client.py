@@ -7,6 +7,7 @@ import itertools
 import select
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -56,7 +57,7 @@ class Standing:
 
 
 class ControlClient:
-    """A connection to a control server. Any number of threads may wait at once.
+    """A connection to a control server. Any number of threads may wait at once. Its owner has to close it.
 
     Every method raises ConnectionLost once the server, the session or the connection has ended.
     """
@@ -265,6 +266,11 @@ class ControlClient:
         """Ends the connection without waiting for the server: all waits raise ConnectionLost with this reason."""
         self._lose(why)
 
+    def drop(self) -> None:
+        """Ends the connection, for an owner that was not closed. Takes no lock: garbage is collected anywhere."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the client's thread, which closes it
+
     def keep_alive(self, thing: object) -> None:
         """Holds a reference for as long as this client exists."""
         self._kept_alive.append(thing)
@@ -411,8 +417,7 @@ class ControlClient:
             self._lost = why
             pending = list(self._pending.values())
             callbacks, self._callbacks = self._callbacks, {}
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the client's thread, which closes it
+        self.drop()
         for replies in pending:
             replies.put(None)
         for callback in itertools.chain.from_iterable(callbacks.values()):
@@ -420,6 +425,17 @@ class ControlClient:
 
     def _error(self) -> ConnectionLost:
         return ConnectionLost(f"{server_name(self.address)} can no longer be reached: {self._lost}")
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Returns a callback for a client that lives longer than the method's object unless that ends it."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*arguments)
+
+    return call
 
 
 def _start(callback: Callable[[str], None], reason: str) -> None:

@@ -290,13 +290,13 @@ class WeightReceiver:
             connect_s = min(request.timeout_s, PUBLISHED_S)  # the trainer was there when it sent the request
             self._session = session = Session.join(request.address, request.timeout_s, connect_s)
             self._engine = request.engine
-            session.on_engine_end(request.engine, lambda: self._session_lost(session))
+            session.on_engine_end(request.engine, self._session_lost)
         return self._session
 
-    def _session_lost(self, session: Session) -> None:
+    def _session_lost(self, session: Session | None) -> None:
         """Unmaps the memory of a trainer that has ended the session, or has died: else it would not be freed."""
         with self._lock:
-            if self._session is session:
+            if self._session is not None and self._session is session:
                 self._drop_session()
 
     def _drop_session(self) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from sglang_reshard.control import Address, ControlClient, ControlServer, ControlStore, WaitTimedOut
+from sglang_reshard.control import Address, ControlClient, ControlServer, ControlStore, WaitTimedOut, weakly
 from sglang_reshard.errors import Aborted
 from sglang_reshard.protocol.blobs import Blobs
 from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel, update_scope
@@ -86,11 +87,12 @@ class Session(Blobs):
     def watch_peers(self, rank_name: str, callback: Callable[[str], None]) -> None:
         """Declares this process a trainer rank until it leaves the session.
 
-        Calls `callback(reason)` in another thread once a trainer rank has died, also if it did so before.
+        Calls `callback(reason)` in another thread once a trainer rank has died, also if it did so before. `callback` is
+        a method, whose object is not kept.
         """
         with contextlib.suppress(Aborted):  # reported to `callback`
             self.client.enter(_TRAINERS, _with_process(rank_name))
-        self.client.watch(_TRAINERS, callback)
+        self.client.watch(_TRAINERS, weakly(callback))
 
     @property
     def local_address(self) -> str:
@@ -123,9 +125,13 @@ class Session(Blobs):
         self.client.cancel(_engine_scope(engine), "the session has ended for this engine")
         self.client.delete_prefix(_engine_prefix(engine))
 
-    def on_engine_end(self, engine: int, callback: Callable[[], None]) -> None:
-        """Calls `callback` in another thread once the session has ended for this engine, or for all."""
-        self.client.watch(_engine_scope(engine), lambda _: callback())
+    def on_engine_end(self, engine: int, callback: Callable[[Session | None], None]) -> None:
+        """Calls `callback(session)` in another thread once the session has ended for this engine, or for all.
+
+        `callback` is a method, whose object is not kept, nor is this session.
+        """
+        call, session = weakly(callback), weakref.ref(self)
+        self.client.watch(_engine_scope(engine), lambda _: call(session()))
 
     # -- the end
 
