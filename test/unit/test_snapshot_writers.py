@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,12 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.snapshots.manifest import write_atomically
+from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from sglang_reshard.extras.snapshots.writer_files import SnapshotFiles
 from sglang_reshard.extras.snapshots.writer_folder import SnapshotFolder
 from support.snapshot_writer import assert_consistent, is_whole, write
+from support.world import run_world
 
 DEADLINE_S = 30.0
 
@@ -155,3 +163,27 @@ def test_a_file_that_several_replace_is_always_whole(tmp_path: Path) -> None:
         for writer in writers:
             writer.result(DEADLINE_S)
     assert [found.name for found in tmp_path.iterdir()] == ["list"]
+
+
+def _write_two(trainer: Any, folder: Path) -> None:
+    """Each trainer rank writes two snapshots at once, in another order than the other rank."""
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    mesh = init_device_mesh("cpu", (2,))
+    given = {
+        f"of-{value}": {"w": distribute_tensor(torch.full((4, 4), float(value)), mesh, [Shard(0)])} for value in (1, 2)
+    }
+    with ThreadPoolExecutor(2) as pool:
+        written = []
+        for name in sorted(given, reverse=bool(trainer.rank)):
+            written.append(pool.submit(Snapshots(sender, folder).write, given[name].items(), name))
+            time.sleep(0.3)
+        for one in written:
+            one.result(DEADLINE_S)
+    sender.close()
+
+
+def test_ranks_that_write_two_snapshots_at_once_do_not_mix_them(tmp_path: Path) -> None:
+    run_world(2, 0, _write_two, lambda *_: None, tmp_path, deadline_s=60)
+    for value in (1, 2):
+        found = load_file(tmp_path / f"of-{value}" / "model-00001-of-00001.safetensors")
+        assert torch.equal(found["w"], torch.full((4, 4), float(value)))

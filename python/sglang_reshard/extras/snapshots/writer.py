@@ -25,6 +25,7 @@ import torch
 
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.snapshots.manifest import DELTA, Entry, SnapshotFile
+from sglang_reshard.extras.snapshots.names import check_snapshot_name
 from sglang_reshard.extras.snapshots.upload import SnapshotStore
 from sglang_reshard.extras.snapshots.writer_files import DEFAULT_FILE_BYTES, FLOATING_POINT, SnapshotFiles, write_boxes
 from sglang_reshard.extras.snapshots.writer_folder import SnapshotFolder
@@ -93,7 +94,7 @@ class SnapshotWriter:
 
     def __init__(self, session: Session, trainer_rank: int, global_ranks: tuple[int, ...], timeout_s: float) -> None:
         self._session, self._rank, self._global_ranks = session, trainer_rank, global_ranks
-        self._timeout_s = timeout_s
+        self._timeout_s, self._name = timeout_s, ""
 
     def write(
         self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, folder: Path, options: SnapshotOptions
@@ -104,6 +105,8 @@ class SnapshotWriter:
         began = time.perf_counter()
         if options.keep is not None and options.keep < 1:
             raise Mismatch(f"keep={options.keep} would delete every snapshot; pass at least 1")
+        check_snapshot_name(options.name)
+        self._name = options.name
         publication = next_publication()  # of these weights: an update that begins meanwhile brings later ones
         state = self._described(named_tensors, options.partial, options.rename)
         files = SnapshotFiles.of(state.layout, options.dtype, options.file_bytes)
@@ -189,12 +192,13 @@ class SnapshotWriter:
 
         def explain(missing: list[int]) -> str:
             return (
-                f"trainer ranks {missing} did not reach the end of phase '{name}' of a snapshot within {timeout_s:.0f} "
-                "s. Every trainer rank must call snapshot; look at the logs of these ranks"
+                f"trainer ranks {missing} did not reach the end of phase '{name}' of snapshot {self._name!r} within "
+                f"{timeout_s:.0f} s. Every trainer rank must write it; look at the logs of these ranks"
             )
 
         def exchange(own: bytes) -> list[bytes]:
             all_gather = self._session.client.all_gather
-            return all_gather(f"snapshot/{name}", self._rank, size, own, timeout_s, explain=explain)
+            # Ranks may write several snapshots at once, in the background, and not in the same order.
+            return all_gather(f"snapshot/{self._name}/{name}", self._rank, size, own, timeout_s, explain=explain)
 
         return Gathering(self._rank, kind, exchange)
