@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
+import json
 import multiprocessing
 import os
 import signal
@@ -18,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -25,7 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.errors import Mismatch
+from sglang_reshard.errors import DeadlineExceeded, Mismatch
+from sglang_reshard.extras.snapshots import upload
 from sglang_reshard.extras.snapshots.manifest import write_atomically
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from sglang_reshard.extras.snapshots.writer_files import SnapshotFiles
@@ -187,3 +191,88 @@ def test_ranks_that_write_two_snapshots_at_once_do_not_mix_them(tmp_path: Path) 
     for value in (1, 2):
         found = load_file(tmp_path / f"of-{value}" / "model-00001-of-00001.safetensors")
         assert torch.equal(found["w"], torch.full((4, 4), float(value)))
+
+
+# -- in a store, which locks nothing
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(upload, "_POLL_S", 0.02)
+    monkeypatch.setattr(upload, "_RENEW_S", 0.05)
+    return f"memory://{tmp_path.name}"
+
+
+def in_store(url: str) -> dict[str, bytes]:
+    files, root = fsspec.core.url_to_fs(url)
+    return {path.removeprefix(f"{root}/"): files.cat_file(path) for path in files.find(root)}
+
+
+def assert_whole_in_store(url: str, *names: str) -> None:
+    found = in_store(url)
+    assert json.loads(found.pop("snapshots.json"))["names"] == list(names)
+    assert {path.partition("/")[0] for path in found} == set(names), "nothing else is left"
+    for name in names:
+        files = json.loads(found[f"{name}/snapshot.json"])["files"]
+        for file, said in files.items():
+            assert hashlib.sha256(found[f"{name}/{file}"]).hexdigest() == said["sha256"]
+
+
+@contextmanager
+def uploading(folder: Path, version: int, name: str, url: str, patch: pytest.MonkeyPatch) -> Iterator[Future[Any]]:
+    """Within it a writer has uploaded a part of its files. It goes on at the end."""
+    reached, go_on, put = threading.Event(), threading.Event(), upload.SnapshotStore.put
+
+    def pausing(self: Any, folder: Path, of: str, files: Any) -> None:
+        first, *others = files
+        put(self, folder, of, [first])
+        if threading.current_thread() is not threading.main_thread():
+            reached.set()
+            assert go_on.wait(DEADLINE_S)
+        put(self, folder, of, others)
+
+    patch.setattr(upload.SnapshotStore, "put", pausing)
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write, folder, version, name=name, upload=url)
+        try:
+            assert reached.wait(DEADLINE_S)
+            yield writing
+        finally:
+            go_on.set()
+
+
+def test_one_of_two_uploads_of_a_name_wins(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = pytest.raises(DeadlineExceeded, match=r"another trainer has written to .* find it by its claim")
+    with uploading(tmp_path / "a", 1, "best", url, monkeypatch) as writing, refused:
+        write(tmp_path / "b", 2, name="best", upload=url, timeout_s=0.3)
+    writing.result(DEADLINE_S)
+    assert_whole_in_store(url, "best")
+    with pytest.raises(Mismatch, match="best already exists"):
+        write(tmp_path / "c", 3, name="best", upload=url)
+    assert_whole_in_store(url, "best")
+
+
+def test_uploads_of_two_trainers_take_turns(tmp_path: Path, url: str) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        turns = [
+            pool.submit(lambda who: [write(tmp_path / who, n, name=f"{who}-{n}", upload=url) for n in range(3)], who)
+            for who in "ab"
+        ]
+        for turn in turns:
+            turn.result(DEADLINE_S)
+    names = json.loads(in_store(url)["snapshots.json"])["names"]
+    assert sorted(names) == ["a-0", "a-1", "a-2", "b-0", "b-1", "b-2"]
+    assert_whole_in_store(url, *names)
+
+
+def test_an_upload_that_died_is_in_nobodys_way(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "_DEAD_S", 0.3)
+    with uploading(tmp_path / "a", 1, "slow", url, monkeypatch) as writing:
+        files, _root = fsspec.core.url_to_fs(url)
+        with pytest.raises(DeadlineExceeded):  # it renews its claim
+            write(tmp_path / "b", 2, upload=url, timeout_s=1.0)
+        monkeypatch.setattr(type(files), "exists", lambda *_: False)  # it renews its claim no more
+        write(tmp_path / "c", 2, upload=url)
+    with pytest.raises(Mismatch, match="slow is not published: this trainer did not write for"):
+        writing.result(DEADLINE_S)
+    assert json.loads(in_store(url)["snapshots.json"])["names"] == ["step-2"]

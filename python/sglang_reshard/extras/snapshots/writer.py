@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -153,8 +154,17 @@ class SnapshotWriter:
     ) -> None:
         """Copies a snapshot to `url`; each rank copies its part of the files."""
         written = folder / entry.name
+        with ExitStack() as stack:
+            with self._phase("turn"):
+                store = SnapshotStore(url)
+                if self._rank == 0:
+                    stack.enter_context(store.turn(entry.name, self._timeout_s))
+            self._copy_to(store, written, entry, weights, keep)
+
+    def _copy_to(
+        self, store: SnapshotStore, written: Path, entry: Entry, weights: Mapping[str, SnapshotFile], keep: int | None
+    ) -> None:
         with self._phase("upload"):
-            store = SnapshotStore(url)
             mine = sorted(weights)[self._rank :: len(self._global_ranks)]
             deltas = [name + DELTA for name in mine if weights[name].delta_bytes is not None]
             others = [p.name for p in written.iterdir() if p.name.removesuffix(DELTA) not in weights]
