@@ -226,7 +226,7 @@ async def _missing_patches(self: TokenizerManager, timeout_s: float) -> str:
 
 
 async def _missing_trainer(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> str:
-    """Returns why an update would wait for its trainer; empty if it would not. Requests are served meanwhile."""
+    """Returns why an update would wait for its trainer; empty if it would not. Locks nothing."""
     trainers = vars(manager).setdefault(_TRAINERS, TrainerPresence())
     try:
         await asyncio.to_thread(trainers.find, request)

@@ -175,7 +175,7 @@ class ControlServer:
 
 
 class _Serving:
-    """What the server's thread runs. A failing connection ends alone."""
+    """The server's thread runs this, and refers to no `ControlServer`. A failing connection ends alone."""
 
     def __init__(self, listener: socket.socket, key: bytes, stored_bytes: int) -> None:
         host, port = listener.getsockname()[:2]

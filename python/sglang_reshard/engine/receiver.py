@@ -238,7 +238,7 @@ class WeightReceiver:
     def _limited(self, context: UpdateContext) -> threading.Timer:
         """Ends the update, on all ranks, when it has taken as long as the engine lets one take.
 
-        Each wait of it is bounded by the request; there are several of them, and the engine serves nobody meanwhile.
+        The request bounds each wait only. There are several, and the engine serves nobody until the last has ended.
         """
         limit_s = max_update_s()
 

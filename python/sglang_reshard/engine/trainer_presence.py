@@ -23,7 +23,7 @@ class TrainerPresence:
         self._changing = threading.Lock()
 
     def find(self, request: DistributedUpdateWeightsReq) -> None:
-        """Returns once the trainer ranks are in the update, and what they publish for it is in the session.
+        """Returns once the trainer ranks are in the update and have published the layout and their memory handles.
 
         Raises what `Session.join` does, EngineRefused if the trainer is not in the update, and DeadlineExceeded.
         """
