@@ -195,7 +195,7 @@ def test_a_trainer_that_is_not_there_is_found_out(trainer: Any, kind: type[Resha
 
 def test_a_trainer_that_is_there_is_asked_once_over_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
-    trainers, asked = TrainerPresence(), []
+    trainers, asked = TrainerPresence(), list[Any]()
     call = ControlClient._call
     with in_the_update() as address:
         with ControlClient(address, 10) as client:
@@ -211,3 +211,23 @@ def test_a_trainer_that_is_there_is_asked_once_over_one_connection(monkeypatch: 
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_connections_to_the_trainers_of_several_adapters_are_kept_and_not_all() -> None:
+    def clients() -> int:
+        return sum(thread.name == "sglang-reshard control client" for thread in threading.enumerate())
+
+    def become(most: int) -> bool:
+        end = time.monotonic() + 10
+        while clients() > most and time.monotonic() < end:
+            time.sleep(0.01)
+        return clients() <= most
+
+    before, trainers = clients(), TrainerPresence()
+    with of_others() as address:
+        for adapter in [*range(12), *range(12)]:
+            with pytest.raises(EngineRefused):
+                trainers.find(request(address.named(f"lora/{adapter}")))
+        assert become(before + 8)
+        trainers.close()
+        assert become(before)
