@@ -38,8 +38,9 @@ MOST_S = LIMIT_S + 4.0  # until the rank has cleaned up
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _limit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this process only: those that `run_world` starts have the environment of the first test that used it."""
     monkeypatch.setenv(MAX_UPDATE, str(LIMIT_S))
 
 
@@ -100,6 +101,7 @@ def stopped() -> Iterator[Address]:
         process.join(10)
 
 
+@pytest.mark.usefixtures("limit")
 @pytest.mark.parametrize("trainer", [silent, of_others, in_the_update, stopped])
 def test_an_engine_rank_ends_an_update_whose_trainer_hangs(trainer: Any) -> None:
     receiver = WeightReceiver(TracedModel(ToyRank(0, 1)), 0, 1, CPU)
@@ -138,11 +140,13 @@ def _train_and_hang(trainer: Any) -> tuple[float, str]:
 def _serve(rank: int, size: int, requests: Any) -> list[tuple[float, bool]]:
     outcomes = []
     receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, CPU)
-    for asked in requests:
-        started = time.monotonic()
-        output = receiver.update(asked)
-        outcomes.append((time.monotonic() - started, output.torn))
-        requests.answer(output)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MAX_UPDATE, str(LIMIT_S))
+        for asked in requests:
+            started = time.monotonic()
+            output = receiver.update(asked)
+            outcomes.append((time.monotonic() - started, output.torn))
+            requests.answer(output)
     return outcomes
 
 
@@ -155,6 +159,7 @@ def test_the_sum_of_all_waits_is_bounded() -> None:
         assert not torn
 
 
+@pytest.mark.usefixtures("limit")
 @pytest.mark.parametrize("timeout_s", [LIMIT_S + 0.1, 1e9, float("inf")])
 def test_a_timeout_above_the_limit_is_refused(timeout_s: float) -> None:
     asked = request(Address("s", "127.0.0.1", 1, "0" * 64), timeout_s)
