@@ -17,9 +17,12 @@ from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     Step,
 )
+from sglang_reshard.protocol.validation import max_update_s
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+_END_S = 10.0  # for an update that the schedulers end at their limit
 
 
 async def ask_schedulers(self: TokenizerManager, request: Asked, step: Step) -> DistributedUpdateWeightsOutput:
@@ -46,16 +49,20 @@ async def is_answered(
     request: Asked,
 ) -> bool:
     """Waits for the schedulers' answer. Returns whether it comes in time."""
-    done, _ = await asyncio.wait([answer], timeout=WAITS * request.timeout_s)
+    done, _ = await asyncio.wait([answer], timeout=_longest_s(request))
     return bool(done)
 
 
 def silence(request: Asked) -> str:
     """Returns an error for schedulers that do not answer in time."""
     return (
-        f"the engine's schedulers have not answered within {WAITS * request.timeout_s:g} s; look at the engine's log, "
+        f"the engine's schedulers have not answered within {_longest_s(request):g} s; look at the engine's log, "
         "and restart the engine if they never do"
     )
+
+
+def _longest_s(request: Asked) -> float:
+    return min(WAITS * request.timeout_s, max_update_s() + _END_S)
 
 
 def together(replies: Sequence[UpdateWeightsDistributedReqOutput]) -> DistributedUpdateWeightsOutput:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from sglang_reshard.errors import DeadlineExceeded, Mismatch, Unsupported
+from sglang_reshard.engine.trainer_presence import TrainerPresence
+from sglang_reshard.errors import DeadlineExceeded, Mismatch, ReshardError, Unsupported
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import (
     hook_check,
@@ -41,6 +42,7 @@ Check = Callable[[DistributedUpdateWeightsOutput], DistributedUpdateWeightsOutpu
 _Outcome: TypeAlias = "asyncio.Future[DistributedUpdateWeightsOutput]"  # of an update, for its caller
 _NAME = "update_weights_distributed"
 _POLL_S = 0.02
+_TRAINERS = "_reshard_trainers"  # on the manager
 
 
 def apply() -> None:
@@ -128,7 +130,11 @@ def _tell(outcome: _Outcome, update: asyncio.Future[DistributedUpdateWeightsOutp
 async def _run(
     self: TokenizerManager, request: DistributedUpdateWeightsReq, caller: _Caller
 ) -> DistributedUpdateWeightsOutput:
-    if refusal := _refusal(self, request) or await _missing_patches(self, request.timeout_s):
+    if (
+        refusal := _refusal(self, request)
+        or await _missing_patches(self, request.timeout_s)
+        or await _missing_trainer(self, request)
+    ):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
     await weights_info.unshared(self)
     request = stock_weights.told(self, request)
@@ -216,6 +222,16 @@ async def _missing_patches(self: TokenizerManager, timeout_s: float) -> str:
     try:
         await hook_check.check(self, timeout_s)
     except (DeadlineExceeded, Unsupported) as error:
+        return str(error)
+    return ""
+
+
+async def _missing_trainer(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> str:
+    """Returns why an update would wait for its trainer; empty if it would not. Locks nothing."""
+    trainers = vars(manager).setdefault(_TRAINERS, TrainerPresence())
+    try:
+        await asyncio.to_thread(trainers.find, request)
+    except ReshardError as error:
         return str(error)
     return ""
 

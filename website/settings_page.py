@@ -55,6 +55,13 @@ VARIABLES = (
         "other hosts that it may [take weights from](../usage/replicas.md#allowed-servers); `*` for all",
     ),
     Variable(
+        "SGLANG_RESHARD_MAX_UPDATE_S",
+        "3600",
+        "seconds",
+        "an engine",
+        "[limit](../reliability.md#deadlines-and-failure-detection) of the whole time of an update, and of `timeout_s`",
+    ),
+    Variable(
         "SGLANG_RESHARD_SERVE_DUMMY",
         "off",
         "",

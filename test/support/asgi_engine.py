@@ -82,6 +82,7 @@ class Engine:
         )
         self.model_config = SimpleNamespace(dtype="torch.float32")
         self._reshard_checked = True
+        self._reshard_trainers = SimpleNamespace(find=lambda _request: None)  # requests come without one
         self.app = FastAPI()
         http_server._add_routes(self.app, self)
         self.app.add_middleware(http_server.RefusalMiddleware, manager=self)

@@ -12,6 +12,7 @@ import pytest
 
 from sglang_reshard.control import Address, ControlClient, ControlServer, WaitTimedOut, server
 from sglang_reshard.control import client as client_module
+from sglang_reshard.control.handshake import connect
 from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, ReshardError, Unauthorized, Unsupported
 
 SOON_S = 60.0
@@ -353,6 +354,38 @@ def test_frames_that_are_never_finished_count_for_all_that_is_stored(told):
             client.close()
         settles(lambda: host.quota.stored_bytes, 0)
         good.set({"x": bytes(900_000)})
+    host.close()
+
+
+def test_replies_that_were_read_do_not_count(told):
+    """Clients that are idle after they have read 20 MB each, of a server that may hold 50 MB."""
+    host = ControlServer.open(stored_bytes=50 << 20)
+    with ControlClient(host.address, SOON_S) as publisher:
+        publisher.set({"big": bytes(20_000_000)})
+        with ExitStack() as stack:
+            idle = [stack.enter_context(ControlClient(host.address, SOON_S)) for _ in range(4)]
+            for client in idle:
+                assert len(client.get(["big"], SOON_S)[0]) == 20_000_000
+            publisher.set({"more": bytes(9_000_000)})
+            assert [client.get(["more"], SOON_S)[0] for client in idle] == [bytes(9_000_000)] * 4
+            settles(lambda: host.quota.stored_bytes, 29_000_000 + len("bigmore") + 2 * 256)
+    assert "store is full" not in told.text
+    host.close()
+
+
+def test_of_replies_that_are_being_read_only_the_rest_counts(told):
+    host = ControlServer.open(stored_bytes=50 << 20)
+    with ControlClient(host.address, SOON_S) as publisher:
+        publisher.set({"big": bytes(20_000_000)})
+        sock, writer, _ = connect(host.address, SOON_S)
+        sock.sendall(writer.frame((1, "get", (("big",), SOON_S, ""))))
+        settles(lambda: host.quota.stored_bytes > 30_000_000, True)
+        left = 19_000_000
+        while left > 0:  # it has not read all of its reply, and does not go on
+            left -= len(sock.recv(left))
+        publisher.set({"more": bytes(25_000_000)})
+        sock.close()
+    assert "store is full" not in told.text
     host.close()
 
 

@@ -19,13 +19,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sglang_reshard.control.address import Address
-from sglang_reshard.control.client import ControlClient, Standing, WaitTimedOut
+from sglang_reshard.control.client import ControlClient, Standing, WaitTimedOut, weakly
 from sglang_reshard.control.server import ControlServer
 
 if TYPE_CHECKING:
     from sglang_reshard.control.torch_store import ControlStore
 
-__all__ = ["Address", "ControlClient", "ControlServer", "ControlStore", "Standing", "WaitTimedOut"]
+__all__ = ["Address", "ControlClient", "ControlServer", "ControlStore", "Standing", "WaitTimedOut", "weakly"]
 
 
 def __getattr__(name: str) -> Any:

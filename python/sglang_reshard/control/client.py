@@ -7,6 +7,7 @@ import itertools
 import select
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -56,14 +57,15 @@ class Standing:
 
 
 class ControlClient:
-    """A connection to a control server. Any number of threads may wait at once.
+    """A connection to a control server. Any number of threads may wait at once. Its owner has to close it.
 
     Every method raises ConnectionLost once the server, the session or the connection has ended.
     """
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
-        """Connects within `timeout_s`. Raises DeadlineExceeded if nothing answers, Unauthorized for a wrong key.
+    def __init__(self, address: Address, timeout_s: float, connect_s: float | None = None) -> None:
+        """Connects within `connect_s`. Raises DeadlineExceeded if nothing answers, Unauthorized for a wrong key.
 
+        connect_s  by default `timeout_s`
         timeout_s  also how long the server's process may be stopped, or hold its interpreter's lock: its kernel shows
                    that it is there, so that nothing but a deadline tells it from one that hangs
         """
@@ -76,7 +78,7 @@ class ControlClient:
         self._lost: str | None = None
         self._closed = False
         self._kept_alive: list[object] = []
-        self._socket, self._writer, self._reader = connect(address, timeout_s)
+        self._socket, self._writer, self._reader = connect(address, timeout_s if connect_s is None else connect_s)
         self._socket.settimeout(self._timeout_s)
         self._local_address = str(self._socket.getsockname()[0])
         self._thread = threading.Thread(target=self._receive, name="sglang-reshard control client", daemon=True)
@@ -195,6 +197,10 @@ class ControlClient:
         """
         self._call("cancel", scope, reason)
 
+    def post_cancel(self, scope: str, reason: str) -> None:
+        """As `cancel`, without waiting for it."""
+        self._post("cancel", scope, reason)
+
     def revoke(self, scope: str, reason: str) -> Standing:
         """Cancels a scope unless it has a mark, and returns which of the two it is: one excludes the other for ever.
 
@@ -255,6 +261,15 @@ class ControlClient:
     def end_session(self) -> None:
         """Deletes the keys of this session and disconnects its other clients."""
         self._call("end_session")
+
+    def lose(self, why: str) -> None:
+        """Ends the connection without waiting for the server: all waits raise ConnectionLost with this reason."""
+        self._lose(why)
+
+    def drop(self) -> None:
+        """Ends the connection, for an owner that was not closed. Takes no lock: garbage is collected anywhere."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the client's thread, which closes it
 
     def keep_alive(self, thing: object) -> None:
         """Holds a reference for as long as this client exists."""
@@ -402,8 +417,7 @@ class ControlClient:
             self._lost = why
             pending = list(self._pending.values())
             callbacks, self._callbacks = self._callbacks, {}
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the client's thread, which closes it
+        self.drop()
         for replies in pending:
             replies.put(None)
         for callback in itertools.chain.from_iterable(callbacks.values()):
@@ -411,6 +425,17 @@ class ControlClient:
 
     def _error(self) -> ConnectionLost:
         return ConnectionLost(f"{server_name(self.address)} can no longer be reached: {self._lost}")
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Returns a callback for a client that lives longer than the method's object unless that ends it."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*arguments)
+
+    return call
 
 
 def _start(callback: Callable[[str], None], reason: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 DEFAULT_STORED_BYTES = 4 * 2**30
 MAX_NAMES = 1_000_000  # keys, scopes and all-gathers of all sessions
 MAX_NAME_CHARACTERS = 1024
@@ -19,8 +21,14 @@ class MemoryQuota:
     unsent replies.
     """
 
-    def __init__(self, stored_bytes: int = DEFAULT_STORED_BYTES, names: int = MAX_NAMES) -> None:
-        self._max_bytes, self._max_names = stored_bytes, names
+    def __init__(
+        self,
+        stored_bytes: int = DEFAULT_STORED_BYTES,
+        names: int = MAX_NAMES,
+        recount: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`recount` gives back what is no longer held. It is called before anything is refused."""
+        self._max_bytes, self._max_names, self._recount = stored_bytes, names, recount
         self.stored_bytes = self.names = 0
 
     def take(self, size: int, names: int = 0) -> None:
@@ -29,6 +37,8 @@ class MemoryQuota:
         Raises QuotaExceeded without taking anything.
         """
         size += names * _NAME_BYTES
+        if size > 0 and self.stored_bytes + size > self._max_bytes:
+            self._recount()
         if size > 0 and self.stored_bytes + size > self._max_bytes:
             raise QuotaExceeded(
                 f"the control server's store is full: its limit is {self._max_bytes} bytes for the layouts and memory "

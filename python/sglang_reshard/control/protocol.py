@@ -2,7 +2,7 @@
 
 A request is `[number, operation, [argument, ...]]`; `number` ties its reply to it. If it is negative nobody waits, and
 only a failure is replied to. An operation is a method of
-`SessionStore` or `ControlServer` that is marked with `@operation`: its annotated parameters are the types of the
+`SessionStore` or of the server that is marked with `@operation`: its annotated parameters are the types of the
 arguments on the wire, and its return value is the result.
 """
 

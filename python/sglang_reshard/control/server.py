@@ -11,6 +11,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from concurrent import futures
 from typing import Any, cast
 
@@ -46,14 +47,15 @@ _READ_BYTES = 256 * 1024
 class _Connection(asyncio.BufferedProtocol):
     """An authenticated connection. `session`: named by its hello; None before, and once the session has ended."""
 
-    def __init__(self, server: ControlServer, peer: str, writer: FrameWriter, reader: FrameReader) -> None:
+    def __init__(self, server: _Serving, peer: str, writer: FrameWriter, reader: FrameReader) -> None:
         self._server, self._writer, self._reader = server, writer, reader
         self.peer = peer
         self.session: str | None = None
-        self._on_its_way = 0  # bytes of an unfinished frame and of unread replies, which count in the quota
+        self._on_its_way = 0  # bytes of an unfinished frame and of unread replies, as the quota counts them
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=0)  # `resume_writing` is called when all has been sent
         self._server.connections.add(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -71,6 +73,9 @@ class _Connection(asyncio.BufferedProtocol):
             self._drop(str(error))
         except Exception:
             self._fail()
+
+    def resume_writing(self) -> None:
+        self.recount()
 
     def eof_received(self) -> None:
         if self._reader.unfinished_bytes:
@@ -109,11 +114,20 @@ class _Connection(asyncio.BufferedProtocol):
             if (silent_s := silent_seconds(self.transport.get_extra_info("socket"))) > SILENT_S:
                 self._drop(f"its host has not acknowledged anything for {silent_s:.0f} s")
 
+    def recount(self) -> None:
+        """Gives back to the quota what has been sent, and so is no longer held, since it was counted."""
+        if (held := self._held()) < self._on_its_way:
+            self._server.quota.take(held - self._on_its_way)
+            self._on_its_way = held
+
+    def _held(self) -> int:
+        return self._reader.unfinished_bytes + self.transport.get_write_buffer_size()
+
     def _count(self) -> None:
         """Ends the connection if all of them together hold more than the quota."""
         if self.transport.is_closing():
             return
-        held = self._reader.unfinished_bytes + self.transport.get_write_buffer_size()
+        held = self._held()
         try:
             self._server.quota.take(held - self._on_its_way)
         except QuotaExceeded as error:
@@ -131,23 +145,13 @@ class _Connection(asyncio.BufferedProtocol):
 
 
 class ControlServer:
-    """Serves the sessions of one address. A failing connection ends alone; everything runs in the server's thread."""
+    """Serves the sessions of one address, in a thread that ends when this is closed or dropped."""
 
-    def __init__(self, listener: socket.socket, key: bytes, stored_bytes: int) -> None:
-        host, port = listener.getsockname()[:2]
-        self.address = Address(secrets.token_hex(16), host, port, key.hex())
-        self.connections: set[_Connection] = set()
-        self.buffer = memoryview(bytearray(_READ_BYTES))
-        self._key, self._listener = key, listener
-        self.quota = MemoryQuota(stored_bytes)
-        self._stores: dict[str, SessionStore] = {}
-        self._handshakes: dict[asyncio.Task[None], float] = {}  # when each began; the first is the oldest
-        self._last_refusal, self._unlogged = float("-inf"), 0
-        # Not `new_event_loop`, whose policy belongs to the application.
-        self._loop = asyncio.SelectorEventLoop()
-        self._accepting = self._loop.create_task(self._accept())
-        self._watching = self._loop.create_task(self._watch())
-        self._thread = threading.Thread(target=self._run, name="sglang-reshard control server", daemon=True)
+    def __init__(self, serving: _Serving) -> None:
+        self.address, self.connections, self.quota = serving.address, serving.connections, serving.quota
+        self._handshakes, self._thread = serving.handshakes, serving.thread
+        self._stop = weakref.finalize(self, serving.stop)
+        self._stop.atexit = False  # then clients learn of the process's end, and not before
 
     @classmethod
     def open(cls, interface: str = "127.0.0.1", stored_bytes: int = DEFAULT_STORED_BYTES) -> ControlServer:
@@ -156,17 +160,48 @@ class ControlServer:
         Args:
             stored_bytes: limit of the bytes that all sessions may hold together.
         """
-        server = cls(listen(interface), secrets.token_bytes(32), stored_bytes)
-        server._thread.start()
-        atexit.register(server._finish_sending)
-        return server
+        serving = _Serving(listen(interface), secrets.token_bytes(32), stored_bytes)
+        serving.start()
+        return cls(serving)
 
     def close(self) -> None:
         """Closes the listener and all connections; every client is notified."""
-        atexit.unregister(self._finish_sending)
-        with contextlib.suppress(RuntimeError):  # closed already
-            self._loop.call_soon_threadsafe(self._accepting.cancel)
+        self._stop()
         self._thread.join()
+
+    def clients(self, session: str) -> int:
+        """Returns the number of connections to a session. Safe to call from any thread."""
+        return sum(connection.session == session for connection in list(self.connections))
+
+
+class _Serving:
+    """The server's thread runs this, and refers to no `ControlServer`. A failing connection ends alone."""
+
+    def __init__(self, listener: socket.socket, key: bytes, stored_bytes: int) -> None:
+        host, port = listener.getsockname()[:2]
+        self.address = Address(secrets.token_hex(16), host, port, key.hex())
+        self.connections: set[_Connection] = set()
+        self.buffer = memoryview(bytearray(_READ_BYTES))
+        self._key, self._listener = key, listener
+        self.quota = MemoryQuota(stored_bytes, recount=self._recount)
+        self._stores: dict[str, SessionStore] = {}
+        self.handshakes: dict[asyncio.Task[None], float] = {}  # when each began; the first is the oldest
+        self._last_refusal, self._unlogged = float("-inf"), 0
+        # Not `new_event_loop`, whose policy belongs to the application.
+        self._loop = asyncio.SelectorEventLoop()
+        self._accepting = self._loop.create_task(self._accept())
+        self._watching = self._loop.create_task(self._watch())
+        self.thread = threading.Thread(target=self._run, name="sglang-reshard control server", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+        atexit.register(self._finish_sending)
+
+    def stop(self) -> None:
+        """Ends the thread. Waits for nothing, as garbage may be collected anywhere."""
+        atexit.unregister(self._finish_sending)
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._accepting.cancel)
 
     def _finish_sending(self) -> None:
         """Waits until the server's thread has sent what it is sending.
@@ -176,10 +211,6 @@ class ControlServer:
         """
         with contextlib.suppress(RuntimeError, futures.TimeoutError):  # its thread has ended, or does not come to it
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(_FLUSH_S)
-
-    def clients(self, session: str) -> int:
-        """Returns the number of connections to a session. Safe to call from any thread."""
-        return sum(connection.session == session for connection in list(self.connections))
 
     # -- operations
 
@@ -223,6 +254,10 @@ class ControlServer:
         if store.empty and not any(other.session == session for other in self.connections):
             del self._stores[session]
 
+    def _recount(self) -> None:
+        for connection in self.connections:
+            connection.recount()
+
     def log_refusal(self, peer: str, why: str) -> None:
         """Logs at most one line a second: unauthenticated peers must not fill a disk."""
         if time.monotonic() - self._last_refusal < _LOG_EVERY_S:
@@ -248,9 +283,9 @@ class ControlServer:
             self._loop.close()
 
     async def _close_all(self) -> None:
-        for handshake in self._handshakes:
+        for handshake in self.handshakes:
             handshake.cancel()
-        await asyncio.gather(*self._handshakes, return_exceptions=True)
+        await asyncio.gather(*self.handshakes, return_exceptions=True)
         for connection in self.connections:
             connection.transport.abort()
         await asyncio.sleep(0)  # for the sockets to be closed
@@ -265,10 +300,10 @@ class ControlServer:
         """Starts handshakes, no more than _MAX_HANDSHAKES at a time: other peers wait outside."""
         self._listener.setblocking(False)
         while True:
-            if len(self._handshakes) >= _MAX_HANDSHAKES:
-                oldest, began = next(iter(self._handshakes.items()))
+            if len(self.handshakes) >= _MAX_HANDSHAKES:
+                oldest, began = next(iter(self.handshakes.items()))
                 left_s = max(0.0, began + _HANDSHAKE_WHEN_FULL_S - self._loop.time())
-                done, _ = await asyncio.wait(self._handshakes, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(self.handshakes, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     oldest.cancel()
                 continue
@@ -279,8 +314,8 @@ class ControlServer:
                 await asyncio.sleep(0.01)
                 continue
             handshake = self._loop.create_task(self._admit(configure(connection), f"{peer[0]}:{peer[1]}"))
-            self._handshakes[handshake] = self._loop.time()
-            handshake.add_done_callback(self._handshakes.pop)
+            self.handshakes[handshake] = self._loop.time()
+            handshake.add_done_callback(self.handshakes.pop)
 
     async def _admit(self, connection: socket.socket, peer: str) -> None:
         """Serves a peer that authenticates itself in time."""

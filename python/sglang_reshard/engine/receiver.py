@@ -23,13 +23,14 @@ from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.observability.logs import get_logger, log_context
 from sglang_reshard.observability.peak_memory import PeakMemory
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
-from sglang_reshard.protocol.session import Session
-from sglang_reshard.protocol.validation import check_request
+from sglang_reshard.protocol.session import PUBLISHED_S, Session
+from sglang_reshard.protocol.validation import MAX_UPDATE, check_request, max_update_s
 from sglang_reshard.routes.wire.concurrent_use import warn_of_concurrent_use
 from sglang_reshard.trace.program import Program
 
 logger = get_logger(__name__)
 _IDLE_S = 1.0  # for what is left of an update that has ended
+_END_S = 1.0  # for an update that was aborted to end, as long as its control server answers
 _SUCCESS = DistributedUpdateWeightsOutput(success=True, message="")
 
 
@@ -238,8 +239,30 @@ class WeightReceiver:
             channel.on_abort(lambda _: self._executor.transfers.abort())
             memory = PeakMemory(self._device)
             self._context = UpdateContext(request, session, channel, self._rank, self._size, memory)
+            self._limit = self._limited(self._context)
             stack.pop_all()
         return self._context
+
+    def _limited(self, context: UpdateContext) -> threading.Timer:
+        """Ends the update, on all ranks, when it has taken as long as the engine lets one take.
+
+        The request bounds each wait only. There are several, and the engine serves nobody until the last has ended.
+        """
+        limit_s = max_update_s()
+
+        def end() -> None:
+            reason = (
+                f"engine rank {self._rank}: {context.request.name()} did not end within {limit_s:g} s, the engine's "
+                f"limit ({MAX_UPDATE}); look at the logs of the trainer ranks"
+            )
+            context.channel.post_abort(reason)
+            if not limit.finished.wait(_END_S):  # its control server does not answer
+                context.session.client.lose(reason)
+
+        limit = threading.Timer(limit_s, end)
+        limit.daemon = True
+        limit.start()
+        return limit
 
     def _staged_context(self, request: DistributedUpdateWeightsReq) -> UpdateContext:
         """Returns the context of the staged update. Fails without ending the update that has replaced it, if any."""
@@ -257,6 +280,7 @@ class WeightReceiver:
     def _leave(self) -> UpdateContext | None:
         context, self._context = self._context, None
         if context is not None:
+            self._limit.cancel()
             context.channel.__exit__(None, None, None)
         return context
 
@@ -271,15 +295,16 @@ class WeightReceiver:
     def _join(self, request: DistributedUpdateWeightsReq) -> Session:
         if self._session is None or (self._session.address, self._engine) != (request.address, request.engine):
             self._drop_session()
-            self._session = session = Session.join(request.address, request.timeout_s)
+            connect_s = min(request.timeout_s, PUBLISHED_S)  # the trainer was there when it sent the request
+            self._session = session = Session.join(request.address, request.timeout_s, connect_s)
             self._engine = request.engine
-            session.on_engine_end(request.engine, lambda: self._session_lost(session))
+            session.on_engine_end(request.engine, self._session_lost)
         return self._session
 
-    def _session_lost(self, session: Session) -> None:
+    def _session_lost(self, session: Session | None) -> None:
         """Unmaps the memory of a trainer that has ended the session, or has died: else it would not be freed."""
         with self._lock:
-            if self._session is session:
+            if self._session is not None and self._session is session:
                 self._drop_session()
 
     def _drop_session(self) -> None:

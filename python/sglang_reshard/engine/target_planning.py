@@ -19,7 +19,8 @@ from sglang_reshard.memory.mapping import host_identity
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.plan import RankDemand, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand, unread_tensors
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
-from sglang_reshard.protocol.session import Session
+from sglang_reshard.protocol.session import PUBLISHED_S, Session
+from sglang_reshard.protocol.update_channel import update_scope
 from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.trace.kept import MayStay
 from sglang_reshard.trace.program import Program
@@ -115,7 +116,8 @@ def plan_target(
 
 def get_layout(request: DistributedUpdateWeightsReq, session: Session) -> SourceLayout:
     """Returns the layout of the tensors that an update sends. Raises Mismatch if it is not valid."""
-    layout = session.get(request.layout, SourceLayout, "the source layout", request.timeout_s)
+    wait_s, scope = min(request.timeout_s, PUBLISHED_S), update_scope(request.update)
+    layout = session.get(request.layout, SourceLayout, "the source layout", wait_s, scope=scope)
     check_layout(layout, len(request.trainer_hosts))
     return layout
 

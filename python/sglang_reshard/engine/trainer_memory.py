@@ -13,7 +13,7 @@ from sglang_reshard.memory.byte_ranges import ShardRead
 from sglang_reshard.memory.mapping import Handles
 from sglang_reshard.memory.peer_memory import PeerMemory, unmap, unreadable_reason
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
-from sglang_reshard.protocol.session import Session, handles_key
+from sglang_reshard.protocol.session import PUBLISHED_S, Session, handles_key
 from sglang_reshard.protocol.validation import check_handles
 
 
@@ -90,7 +90,7 @@ class TrainerMemory:
         known = self._fetched.get(trainer_rank)
         if known is None or known[0] != digest:
             what = f"the memory handles of trainer rank {trainer_rank}"
-            handles = session.get(handles_key(trainer_rank, digest), Handles, what, request.timeout_s)
+            handles = session.get(handles_key(trainer_rank, digest), Handles, what, min(request.timeout_s, PUBLISHED_S))
             check_handles(handles, layout, trainer_rank)
             known = self._fetched[trainer_rank] = digest, handles
         return known[1]

@@ -6,6 +6,7 @@ under a key that says whose it is, and replaces what that one has published befo
 
 from __future__ import annotations
 
+import weakref
 from typing import TypeVar
 
 from sglang_reshard.control import ControlClient
@@ -15,11 +16,12 @@ T = TypeVar("T")
 
 
 class Blobs:
-    """A connection to a session of a control server that values are published in."""
+    """A connection to a session of a control server that values are published in. Ends when this is dropped."""
 
     def __init__(self, client: ControlClient, timeout_s: float) -> None:
         """`timeout_s`: how long `get` waits, if nothing else is said."""
         self.client, self._timeout_s = client, timeout_s
+        weakref.finalize(self, client.drop).atexit = False
 
     def put(self, value: object, key: str = "", *, hashed: bool = True) -> str:
         """Publishes a value. Returns its content hash.
@@ -30,16 +32,26 @@ class Blobs:
         self.client.set({f"{key}{digest}" if hashed else key: blob})
         return digest
 
-    def get(self, key: str, kind: type[T], what: str, timeout_s: float | None = None, *, hashed: bool = True) -> T:
+    def get(
+        self,
+        key: str,
+        kind: type[T],
+        what: str,
+        timeout_s: float | None = None,
+        *,
+        hashed: bool = True,
+        scope: str = "",
+    ) -> T:
         """Returns the value under a key, once it is there.
 
-        key   ends with the value's content hash if it is `hashed`
-        what  its name in errors, with the rank that publishes it: "the memory handles of trainer rank 3"
+        key    ends with the value's content hash if it is `hashed`
+        what   its name in errors, with the rank that publishes it: "the memory handles of trainer rank 3"
+        scope  whose end ends the wait
 
-        Raises DeadlineExceeded, and Mismatch for a value of another content hash or kind.
+        Raises DeadlineExceeded, Aborted, and Mismatch for a value of another content hash or kind.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        (data,) = self.client.get([key], timeout_s, explain=lambda _: (
+        (data,) = self.client.get([key], timeout_s, scope, explain=lambda _: (
             f"{what} did not arrive within {timeout_s:.0f} s; look at the log of the rank that publishes it"
         ))  # fmt: skip
         return unpack_blob(data, kind, key.rpartition("/")[2] if hashed else "", what=what)

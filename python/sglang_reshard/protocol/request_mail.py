@@ -13,10 +13,11 @@ import contextlib
 import functools
 import math
 import time
+import weakref
 
 import msgspec
 
-from sglang_reshard.control import Address, ControlClient, WaitTimedOut
+from sglang_reshard.control import Address, ControlClient, WaitTimedOut, weakly
 from sglang_reshard.errors import Aborted, ConnectionLost, EngineRefused, Mismatch, ReshardError
 from sglang_reshard.layout.decoders import from_json
 from sglang_reshard.protocol.messages import (
@@ -54,6 +55,7 @@ class Mailbox:
         """Connects, and registers `name`, which no other receiver may have."""
         self._client = ControlClient(address.named(_SESSION), timeout_s)
         self._name, self._number, self._closed, self._key = name, 0, False, address.key
+        weakref.finalize(self, self._client.drop).atexit = False
         try:
             self._client.enter(_scope(name), f"receiver {name}")
             self._client.append(_RECEIVERS, name.encode())
@@ -110,6 +112,7 @@ class MailRoom:
     def __init__(self, address: Address, timeout_s: float) -> None:
         self._client = ControlClient(address.named(_SESSION), timeout_s)
         self._timeout_s, self._key = timeout_s, address.key
+        weakref.finalize(self, self._client.drop).atexit = False
         self._sent: dict[str, int] = {}  # requests, by receiver
         self._gone: set[str] = set()
 
@@ -119,7 +122,7 @@ class MailRoom:
             (data,) = self._client.get([f"{_RECEIVERS}/{number}"], self._timeout_s)
             name = data.decode()
             self._sent[name] = 0
-            self._client.watch(_scope(name), functools.partial(self._lost, name))
+            self._client.watch(_scope(name), functools.partial(weakly(self._lost), name))
         return [name for name in self._sent if name not in self._gone]
 
     def _lost(self, name: str, _reason: str) -> None:

@@ -9,17 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from sglang_reshard.control import Address, ControlClient, ControlServer, ControlStore, WaitTimedOut
+from sglang_reshard.control import Address, ControlClient, ControlServer, ControlStore, WaitTimedOut, weakly
 from sglang_reshard.errors import Aborted
 from sglang_reshard.protocol.blobs import Blobs
-from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel
+from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel, update_scope
 
 _TRAINERS = "trainers"  # the scope that trainer ranks stay in between updates
 LOOPBACK = "127.0.0.1"
+PUBLISHED_S = 30.0  # for what a trainer has published before it sends its request
 LEAVE_TIMEOUT_S = 10.0  # how long trainer rank 0 waits at the end for ranks that may have died
 
 
@@ -59,9 +61,20 @@ class Session(Blobs):
         return cls(ControlClient(server.address, timeout_s), timeout_s, server)
 
     @classmethod
-    def join(cls, address: Address, timeout_s: float = 300.0) -> Session:
-        """Connects to a session. Raises DeadlineExceeded if nothing answers, Unauthorized for a wrong key."""
-        return cls(ControlClient(address, timeout_s), timeout_s)
+    def join(cls, address: Address, timeout_s: float = 300.0, connect_s: float | None = None) -> Session:
+        """Connects to a session. Raises DeadlineExceeded if nothing answers, Unauthorized for a wrong key.
+
+        connect_s  for the connection alone; by default `timeout_s`
+        """
+        return cls(ControlClient(address, timeout_s, connect_s), timeout_s)
+
+    def published_keys(self, layout: str, handles: Sequence[str]) -> tuple[str, ...]:
+        """Returns where the layout and the handles of all trainer ranks lie; files of snapshots have none."""
+        return layout, *(handles_key(rank, digest) for rank, digest in enumerate(handles) if digest)
+
+    def wait_in_update(self, update: int, keys: Sequence[str], timeout_s: float) -> None:
+        """Waits until the keys are set. Raises WaitTimedOut, and Aborted if no trainer rank is in the update."""
+        self.client.wait(keys, timeout_s, update_scope(update))
 
     def trainer_channel(self, update: int, rank_name: str) -> TrainerChannel:
         """Returns the channel of one update, to be used in a `with` block. `rank_name` is shown in others' errors."""
@@ -74,11 +87,12 @@ class Session(Blobs):
     def watch_peers(self, rank_name: str, callback: Callable[[str], None]) -> None:
         """Declares this process a trainer rank until it leaves the session.
 
-        Calls `callback(reason)` in another thread once a trainer rank has died, also if it did so before.
+        Calls `callback(reason)` in another thread once a trainer rank has died, also if it did so before. `callback` is
+        a method, whose object is not kept.
         """
         with contextlib.suppress(Aborted):  # reported to `callback`
             self.client.enter(_TRAINERS, _with_process(rank_name))
-        self.client.watch(_TRAINERS, callback)
+        self.client.watch(_TRAINERS, weakly(callback))
 
     @property
     def local_address(self) -> str:
@@ -111,9 +125,13 @@ class Session(Blobs):
         self.client.cancel(_engine_scope(engine), "the session has ended for this engine")
         self.client.delete_prefix(_engine_prefix(engine))
 
-    def on_engine_end(self, engine: int, callback: Callable[[], None]) -> None:
-        """Calls `callback` in another thread once the session has ended for this engine, or for all."""
-        self.client.watch(_engine_scope(engine), lambda _: callback())
+    def on_engine_end(self, engine: int, callback: Callable[[Session | None], None]) -> None:
+        """Calls `callback(session)` in another thread once the session has ended for this engine, or for all.
+
+        `callback` is a method, whose object is not kept, nor is this session.
+        """
+        call, session = weakly(callback), weakref.ref(self)
+        self.client.watch(_engine_scope(engine), lambda _: call(session()))
 
     # -- the end
 

@@ -73,6 +73,11 @@ class _Scope:
         with contextlib.suppress(ReshardError):  # a lost connection aborts the update, too
             self._client.cancel(self.scope, reason)
 
+    def post_abort(self, reason: str) -> None:
+        """As `abort`, without waiting for the server."""
+        with contextlib.suppress(ReshardError):
+            self._client.post_cancel(self.scope, reason)
+
     def abort_because(self, error: BaseException, reason: str) -> None:
         """Aborts the update for an error of this rank. A rank that only lost its peer lets the peer report first."""
         if isinstance(error, PeerDisconnected):
@@ -95,7 +100,7 @@ class TrainerChannel(_Scope):
     """One trainer rank's end: `with session.trainer_channel(7, "trainer rank 3") as channel: ...`"""
 
     def __init__(self, client: ControlClient, update: int, owner: str) -> None:
-        super().__init__(client, _update(update), owner)
+        super().__init__(client, update_scope(update), owner)
         self.update = update
 
     def __enter__(self) -> TrainerChannel:
@@ -181,7 +186,7 @@ class TrainerChannel(_Scope):
 
     def delete_update(self, update: int) -> None:
         """Deletes the messages of an earlier update that every trainer rank has finished."""
-        self._client.post_delete_scope(_update(update))
+        self._client.post_delete_scope(update_scope(update))
 
     # -- keys
 
@@ -208,7 +213,7 @@ class EngineScope(_Scope):
     """The scope of one engine, for trainer ranks that send to it."""
 
     def __init__(self, client: ControlClient, update: int, engine: int, owner: str) -> None:
-        super().__init__(client, f"{_update(update)}/{engine}", owner)
+        super().__init__(client, f"{update_scope(update)}/{engine}", owner)
         self.update, self.engine = update, engine
 
     def report_ready(self, trainer_rank: int) -> None:
@@ -255,7 +260,7 @@ class EngineChannel(EngineScope):
 
     def __enter__(self) -> EngineChannel:
         """Enters the scope within the trainer's: if that has ended, the first wait raises Aborted."""
-        self._client.post_enter(self.scope, self._owner, _update(self.update))
+        self._client.post_enter(self.scope, self._owner, update_scope(self.update))
         return self
 
     def put_outcome(self, output: DistributedUpdateWeightsOutput) -> None:
@@ -321,12 +326,12 @@ class EngineChannel(EngineScope):
         return [decode(m, type(message)) for m in data]
 
 
-def _update(update: int) -> str:
+def update_scope(update: int) -> str:
     return f"update/{update}"
 
 
 def _commands(update: int) -> str:
-    return f"{_update(update)}/commands"
+    return f"{update_scope(update)}/commands"
 
 
 def _numbered(update: int, number: int) -> str:
@@ -334,7 +339,7 @@ def _numbered(update: int, number: int) -> str:
 
 
 def _asked(update: int, question: Question) -> str:
-    return f"{_update(update)}/asked/{hashlib.sha256(encode(question)).hexdigest()[:32]}"
+    return f"{update_scope(update)}/asked/{hashlib.sha256(encode(question)).hexdigest()[:32]}"
 
 
 def _answer(update: int, question: Question, engine_rank: int) -> str:

@@ -19,6 +19,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import msgspec
@@ -129,7 +130,8 @@ class ModuleReceiver:
         if self._thread is not None and self._thread.is_alive():
             raise Mismatch("start was already called; its thread applies weights until stop is called")
         self._stopped.clear()
-        self._thread = threading.Thread(target=self._run, name="sglang-reshard receiver", daemon=True)
+        arguments = weakref.ref(self), self._stopped
+        self._thread = threading.Thread(target=_apply_all, args=arguments, name="sglang-reshard receiver", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -197,16 +199,19 @@ class ModuleReceiver:
             self._check_torn()
         return output.success
 
-    def _run(self) -> None:
-        try:
-            while not self._stopped.is_set():
-                with contextlib.suppress(TornWeights):  # `reading` raises it until the next weights have come
-                    self.poll_and_apply(_POLL_S)
-        except ConnectionLost as error:
-            logger.warning("the receiver's thread stopped, so no further weights are applied: %s", error)
-        except Exception:
-            logger.exception("the receiver's thread failed, so no further weights are applied")
-
     def _check_torn(self) -> None:
         if torn := self._receiver.torn:
             raise TornWeights(f"{torn}. The module's weights are torn; repeat the update before using it")
+
+
+def _apply_all(reference: weakref.ref[ModuleReceiver], stopped: threading.Event) -> None:
+    """Applies weights until the receiver stops this thread, or is dropped."""
+    try:
+        while not stopped.is_set() and (receiver := reference()) is not None:
+            with contextlib.suppress(TornWeights):  # `reading` raises it until the next weights have come
+                receiver.poll_and_apply(_POLL_S)
+            del receiver
+    except ConnectionLost as error:
+        logger.warning("the receiver's thread stopped, so no further weights are applied: %s", error)
+    except Exception:
+        logger.exception("the receiver's thread failed, so no further weights are applied")

@@ -24,6 +24,7 @@ from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import WAITS, DistributedUpdateWeightsOutput, ShareWeightsReq
 from sglang_reshard.protocol.request_mail import MailRoom
 from sglang_reshard.protocol.session import Session
+from sglang_reshard.protocol.validation import max_update_s
 from sglang_reshard.trace.live_shards import LiveShard, live_shards
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender
@@ -122,7 +123,7 @@ def wait_until_shared(request: ShareWeightsReq, engine_ranks: int) -> None:
     """
     assert request.address is not None
     with suppress(WaitTimedOut, ReshardError), ControlClient(request.address.named(_SHARING), _JOIN_S) as client:
-        client.get([_ended(0)], WAITS * request.timeout_s)  # it sends the update's request
+        client.get([_ended(0)], min(WAITS * request.timeout_s, max_update_s()))  # it sends the update's request
         client.get([_ended(rank) for rank in range(engine_ranks)], _END_S)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
@@ -159,14 +160,17 @@ def _decode(data: bytes, kind: type[T], where: str, most_bytes: int) -> T:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replaces a file atomically, and syncs it to disk."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")  # others may be replacing it, too
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
-    with open(descriptor, "wb") as opened:
-        opened.write(data)
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(partial, path)
+    try:
+        with open(descriptor, "wb") as opened:
+            opened.write(data)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def sha256_of(path: Path) -> str:

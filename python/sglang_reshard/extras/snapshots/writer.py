@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -25,6 +26,7 @@ import torch
 
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.snapshots.manifest import DELTA, Entry, SnapshotFile
+from sglang_reshard.extras.snapshots.names import check_snapshot_name
 from sglang_reshard.extras.snapshots.upload import SnapshotStore
 from sglang_reshard.extras.snapshots.writer_files import DEFAULT_FILE_BYTES, FLOATING_POINT, SnapshotFiles, write_boxes
 from sglang_reshard.extras.snapshots.writer_folder import SnapshotFolder
@@ -93,7 +95,7 @@ class SnapshotWriter:
 
     def __init__(self, session: Session, trainer_rank: int, global_ranks: tuple[int, ...], timeout_s: float) -> None:
         self._session, self._rank, self._global_ranks = session, trainer_rank, global_ranks
-        self._timeout_s = timeout_s
+        self._timeout_s, self._name = timeout_s, ""
 
     def write(
         self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, folder: Path, options: SnapshotOptions
@@ -104,22 +106,24 @@ class SnapshotWriter:
         began = time.perf_counter()
         if options.keep is not None and options.keep < 1:
             raise Mismatch(f"keep={options.keep} would delete every snapshot; pass at least 1")
+        check_snapshot_name(options.name)
+        self._name = options.name
         publication = next_publication()  # of these weights: an update that begins meanwhile brings later ones
         state = self._described(named_tensors, options.partial, options.rename)
         files = SnapshotFiles.of(state.layout, options.dtype, options.file_bytes)
         target: SnapshotFolder | None = None
         base: Entry | None = None
-        partial = folder / f".{options.name}.partial"
         try:
-            with self._phase("reserve", str) as reserved:
+            with self._phase("reserve", tuple[str, str]) as reserved:
                 if self._rank == 0:
                     target = SnapshotFolder(folder, options.name, self._timeout_s)
                     base = target.base() if options.delta else None
                     files.reserve(target.partial)
-                    reserved.own = base.name if base is not None else None
+                    reserved.own = target.partial.name, base.name if base is not None else ""
+            name, before = reserved.of_all[0]
+            partial = folder / name
             with self._phase("write"):
                 written = write_boxes(state, files, partial, self._rank)
-            before = reserved.of_all[0]
             with self._phase("read back", dict[str, SnapshotFile]) as read_back:
                 mine = files.files[self._rank :: len(self._global_ranks)]
                 read_back.own = {
@@ -130,10 +134,9 @@ class SnapshotWriter:
                 if target is not None:
                     files.write_index(target.partial)
                     publication = target.publish(weights, base, options.copy_from, options.keep, publication)
-        except BaseException:
+        finally:
             if target is not None:
-                target.remove()
-            raise
+                target.close()
         if options.upload is not None:
             self._upload(options.upload, folder, Entry(options.name, publication), weights, options.keep)
         deltas = [file.delta_bytes for file in weights.values()]
@@ -151,8 +154,17 @@ class SnapshotWriter:
     ) -> None:
         """Copies a snapshot to `url`; each rank copies its part of the files."""
         written = folder / entry.name
+        with ExitStack() as stack:
+            with self._phase("turn"):
+                store = SnapshotStore(url)
+                if self._rank == 0:
+                    stack.enter_context(store.turn(entry.name, self._timeout_s))
+            self._copy_to(store, written, entry, weights, keep)
+
+    def _copy_to(
+        self, store: SnapshotStore, written: Path, entry: Entry, weights: Mapping[str, SnapshotFile], keep: int | None
+    ) -> None:
         with self._phase("upload"):
-            store = SnapshotStore(url)
             mine = sorted(weights)[self._rank :: len(self._global_ranks)]
             deltas = [name + DELTA for name in mine if weights[name].delta_bytes is not None]
             others = [p.name for p in written.iterdir() if p.name.removesuffix(DELTA) not in weights]
@@ -190,12 +202,13 @@ class SnapshotWriter:
 
         def explain(missing: list[int]) -> str:
             return (
-                f"trainer ranks {missing} did not reach the end of phase '{name}' of a snapshot within {timeout_s:.0f} "
-                "s. Every trainer rank must call snapshot; look at the logs of these ranks"
+                f"trainer ranks {missing} did not reach the end of phase '{name}' of snapshot {self._name!r} within "
+                f"{timeout_s:.0f} s. Every trainer rank must write it; look at the logs of these ranks"
             )
 
         def exchange(own: bytes) -> list[bytes]:
             all_gather = self._session.client.all_gather
-            return all_gather(f"snapshot/{name}", self._rank, size, own, timeout_s, explain=explain)
+            # Ranks may write several snapshots at once, in the background, and not in the same order.
+            return all_gather(f"snapshot/{self._name}/{name}", self._rank, size, own, timeout_s, explain=explain)
 
         return Gathering(self._rank, kind, exchange)

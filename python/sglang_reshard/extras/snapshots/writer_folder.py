@@ -1,4 +1,8 @@
-"""Trainer rank 0's part of a snapshot: publishes and deletes snapshots.
+"""Trainer rank 0's part of a snapshot: claims its name, publishes and deletes snapshots.
+
+A writer works in a folder that no other one uses, `.NAME.TOKEN`, and locks that folder until it ends. Others refuse a
+name while its folder is locked. The kernel releases the lock of a writer that dies, and the next writer of that name
+deletes the folder.
 
 The list, `snapshots.json`, is replaced at once, and alone says what is published. A folder gets its name while the list
 has it as unsettled, and loses it while the list has it as unsettled again. So whenever a writer dies, each snapshot in
@@ -10,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
+import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -33,31 +39,41 @@ from sglang_reshard.protocol.publication import MOST_PUBLICATION, next_publicati
 
 logger = get_logger(__name__)
 _POLL_S = 0.05
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_TOKEN = re.compile("[0-9a-f]{7}|partial")  # of a writer; 0.1.0 had the second one
 
 
 class SnapshotFolder:
-    """One snapshot on its way into a folder.
+    """One snapshot on its way into a folder. Must be closed.
 
     partial  where it is written
     final    what `publish` makes of that
     """
 
     def __init__(self, folder: Path, name: str, timeout_s: float) -> None:
-        """Raises Mismatch if there is a snapshot of that name already, or if it is no name of a folder.
+        """Raises Mismatch if there is a snapshot of that name already, if another writer is writing it, or if it is no
+        name of a folder.
 
         Raises DeadlineExceeded if another writer holds the folder for longer than `timeout_s`.
         """
         check_snapshot_name(name)
         self._folder, self._name, self._timeout_s = folder, name, timeout_s
         self._reader = LocalFolder(folder)
-        self.final, self.partial = folder / name, folder / f".{name}.partial"
+        self.final, self.partial = folder / name, folder / f".{name}.{secrets.token_hex(4)[1:]}"
         folder.mkdir(parents=True, exist_ok=True)
-        with self._locked():
+        with self._locked() as is_locked:
+            for left in folder.glob(f".{LIST}.*partial") if is_locked else ():  # of a writer that died
+                left.unlink()
             self._settled()
-        if os.path.lexists(self.final):
-            raise Mismatch(f"{self.final} already exists; give each snapshot its own name")
-        shutil.rmtree(self.partial, ignore_errors=True)  # of a trainer that died
-        self.partial.mkdir()
+            self._check_free()
+            if (written := self._delete_partials(name)) is not None:
+                raise Mismatch(
+                    f"another trainer is writing {self.final}, in {written}; give each snapshot its own name, or each "
+                    "trainer its own folder"
+                )
+            self.partial.mkdir()
+            self._lock = os.open(self.partial, _FOLDER)
+            _lock(self._lock)
 
     def base(self) -> Entry | None:
         """Returns the newest snapshot, which the deltas of this one apply to; None if there is none that can be a base.
@@ -101,6 +117,7 @@ class SnapshotFolder:
             to_disk(path)
         with self._locked():
             before = self._settled()
+            self._check_free()
             last = before.publications[-1] if before.publications else 0
             if last >= MOST_PUBLICATION:
                 raise Mismatch(
@@ -115,12 +132,12 @@ class SnapshotFolder:
             after = before.with_newest(entry, keep)
             try:
                 self._write(SnapshotList.of(before.entries(), (*before.unsettled, self._name)))
-                os.rename(self.partial, self.final)
+                self._rename()
                 to_disk(self._folder)
                 self._write(after)
             except BaseException:
                 if not self._is_listed(entry):
-                    self._take_back(before)
+                    self._take_back()
                     raise
                 logger.warning(
                     "snapshot %s is published, but syncing it to disk failed; it may not survive a crash of the host",
@@ -133,8 +150,10 @@ class SnapshotFolder:
                 self._settle(after)
         return entry.publication
 
-    def remove(self) -> None:
+    def close(self) -> None:
+        """Deletes what has not been published."""
         shutil.rmtree(self.partial, ignore_errors=True)
+        _unlock(self._lock)
 
     def _described(self, weights: Mapping[str, SnapshotFile], copy_from: Path | None) -> dict[str, SnapshotFile]:
         """Copies the model's other files, and returns all of the snapshot's."""
@@ -145,6 +164,10 @@ class SnapshotFolder:
                 shutil.copyfile(source, self.partial / source.name)
         others = [p for p in self.partial.iterdir() if p.name.removesuffix(DELTA) not in weights]
         return {**weights, **{p.name: SnapshotFile(p.stat().st_size, sha256_of(p)) for p in others}}
+
+    def _check_free(self) -> None:
+        if os.path.lexists(self.final):
+            raise Mismatch(f"{self.final} already exists; give each snapshot its own name")
 
     def _found(self) -> SnapshotList:
         """Returns the list, without what is gone. If it is missing or damaged, the manifests say what it should be.
@@ -176,23 +199,49 @@ class SnapshotFolder:
         with self._later(f"the next snapshot will delete {self._folder / name}"):
             if os.path.lexists(trash):
                 shutil.rmtree(trash)
-            shutil.rmtree(self._folder / f".{name}.partial", ignore_errors=True)
+            self._delete_partials(name)
             if entry_of(self._reader, name) is not None:
                 os.rename(self._folder / name, trash)
                 shutil.rmtree(trash)
             return True
         return False
 
+    def _delete_partials(self, name: str) -> Path | None:
+        """Deletes what writers of a snapshot have left that died. Returns the folder of one that is alive, if any.
+
+        On a file system that does not lock folders, nobody can tell the two apart: all of them stay.
+        """
+        for path in self._folder.glob(f".{name}.*"):
+            if not _TOKEN.fullmatch(path.name.removeprefix(f".{name}.")) or not _is_folder(path):
+                continue
+            descriptor = os.open(path, _FOLDER)
+            try:
+                if (is_free := _lock(descriptor)) is False:
+                    return path
+                if is_free:
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                _unlock(descriptor)
+        return None
+
     def _is_listed(self, entry: Entry) -> bool:
         """Raises Mismatch if the list cannot be read: then nothing is taken back, and the list is right either way."""
         found = listed(self._reader)
         return found is not None and entry in found.entries()
 
-    def _take_back(self, before: SnapshotList) -> None:
+    def _rename(self) -> None:
+        try:
+            os.rename(self.partial, self.final)
+        except OSError:
+            self._check_free()  # where nobody can lock, another writer may have been first
+            raise
+
+    def _take_back(self) -> None:
         with self._later(f"the next snapshot will delete {self.final}"):
             if os.path.lexists(self.final) and not os.path.lexists(self.partial):
                 os.rename(self.final, self.partial)
-            self._write(before)
+            found = self._found()
+            self._write(SnapshotList.of(found.entries(), [name for name in found.unsettled if name != self._name]))
 
     def _write(self, found: SnapshotList) -> None:
         write_atomically(self._folder / LIST, encode(found))
@@ -213,28 +262,39 @@ class SnapshotFolder:
             logger.warning("%s; %s", error, consequence)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keeps other writers out of the list, on file systems that lock folders."""
-        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def _locked(self) -> Iterator[bool]:
+        """Keeps other writers out of the list. Yields False on file systems that do not lock folders."""
+        descriptor = os.open(self._folder, _FOLDER & ~os.O_NOFOLLOW)
         deadline = time.monotonic() + self._timeout_s
         try:
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise DeadlineExceeded(
-                            f"another writer has held {self._folder} for {self._timeout_s:.0f} s; find the other "
-                            "trainer that writes there, or use another folder"
-                        ) from None
-                    time.sleep(_POLL_S)
-                    continue
-                except OSError:
-                    logger.debug("%s cannot be locked", self._folder)
-                break
-            yield
+            while (is_locked := _lock(descriptor)) is False:
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"another writer has held {self._folder} for {self._timeout_s:.0f} s; find the other trainer "
+                        "that writes there, or use another folder"
+                    )
+                time.sleep(_POLL_S)
+            yield bool(is_locked)
         finally:
-            os.close(descriptor)
+            _unlock(descriptor)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Locks an open folder. Returns False if another descriptor has locked it, None if the file system locks none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.debug("folders cannot be locked: %s", error)
+        return None
+    return True
+
+
+def _unlock(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # where it is not locked; a child that was forked would keep the lock
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def to_disk(path: Path) -> None:

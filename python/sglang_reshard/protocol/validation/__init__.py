@@ -20,6 +20,7 @@ every update.
 from sglang_reshard.protocol.validation.handles import check_handles
 from sglang_reshard.protocol.validation.layouts import check_layout
 from sglang_reshard.protocol.validation.requests import (
+    MAX_UPDATE,
     check_load_request,
     check_prepare,
     check_probe_summary,
@@ -27,9 +28,11 @@ from sglang_reshard.protocol.validation.requests import (
     check_request,
     check_share_request,
     check_shared_weights,
+    max_update_s,
 )
 
 __all__ = [
+    "MAX_UPDATE",
     "check_handles",
     "check_layout",
     "check_load_request",
@@ -39,4 +42,5 @@ __all__ = [
     "check_request",
     "check_share_request",
     "check_shared_weights",
+    "max_update_s",
 ]

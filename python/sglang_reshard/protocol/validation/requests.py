@@ -6,7 +6,9 @@ fail on a value that it cannot send on. All checks raise Mismatch.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections.abc import Callable, Collection, Iterable
 from typing import get_args
 
@@ -30,6 +32,8 @@ from sglang_reshard.route_table import FROM_FILES, ROUTES
 
 MAX_BUCKET_BYTES = 1 << 40
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 1e9
+MAX_UPDATE = "SGLANG_RESHARD_MAX_UPDATE_S"  # of an engine: seconds that a whole update may take there
+_DEFAULT_MAX_UPDATE_S = 3600.0
 MAX_PULL_TIMEOUT_S = 3600.0  # of a pull and a share: one engine waits for another, which nobody may have started
 MAX_NAME_LENGTH = 4096  # characters of a name, a hash, a host
 _MAX_NUMBER = (1 << 62) - 1  # of an update, an engine, an address in memory: fits into 64 bits after an addition
@@ -49,9 +53,27 @@ def check_transport(name: str, *, of_request: bool = False) -> None:
         raise Mismatch(not_one_of(f"transport {name[:80]!r}", name, ("auto", *ROUTES)))
 
 
+def max_update_s() -> float:
+    """Returns this engine's limit of an update's whole time. Raises Mismatch if it is set to anything but seconds."""
+    given = os.environ.get(MAX_UPDATE)
+    if given is None:
+        return _DEFAULT_MAX_UPDATE_S
+    with contextlib.suppress(ValueError):
+        if MIN_TIMEOUT_S <= float(given) <= MAX_TIMEOUT_S:
+            return float(given)
+    raise Mismatch(
+        f"{MAX_UPDATE}={given[:80]!r} in this engine's environment is not a number of seconds; correct or unset it"
+    )
+
+
 def check_request(request: DistributedUpdateWeightsReq) -> None:
-    """Raises Mismatch for a request that no sender makes."""
+    """Raises Mismatch for a request that no sender makes, or that may take longer than this engine's limit."""
     invalid = _invalid_request
+    if request.timeout_s > (limit_s := max_update_s()):
+        raise Mismatch(
+            f"timeout_s={request.timeout_s} exceeds this engine's limit of {limit_s:g} seconds for a whole update. "
+            f"Pass a shorter timeout_s to the sender, or start the engine with a higher {MAX_UPDATE}"
+        )
     ranks, devices, prepared = len(request.trainer_hosts), len(request.trainer_devices), len(request.prepared)
     equal = len(request.handles) == ranks and {devices, prepared} <= {0, ranks}
     if not 1 <= ranks <= MAX_TRAINER_RANKS or not equal:
