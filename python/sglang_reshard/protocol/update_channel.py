@@ -224,6 +224,10 @@ class EngineScope(_Scope):
         """Gives up the update of this engine. Returns how far it has come: it comes no further if it has no mark."""
         return self._client.revoke(self.scope, reason)
 
+    def has_written(self) -> bool:
+        """Returns whether all engine ranks have written. Otherwise the update comes no further, as after `revoke`."""
+        return self.revoke("the engine answered before its ranks had written").mark == WRITTEN
+
     def until_left(self, timeout_s: float) -> None:
         """Waits until all engine ranks have left a revoked update, and so read none of the trainer's memory."""
         end = time.monotonic() + timeout_s

@@ -153,8 +153,11 @@ class UpdateCoordinator:
                 answer = self._engines[engine](asked)
             except Exception as error:
                 answer = error.with_traceback(None)  # which would keep this frame, and all that it refers to
-        if isinstance(answer, DistributedUpdateWeightsOutput) and not (answer.success or answer.torn):
-            answer = Aborted(answer.message) if channel.why_aborted() else answer  # the engine only reports it
+        if isinstance(answer, DistributedUpdateWeightsOutput) and not answer.torn:
+            if answer.success and settlement.scope.has_written():
+                return answer
+            if not answer.success and channel.why_aborted():
+                answer = Aborted(answer.message)  # the engine only reports it
         return settlement.outcome(answer)
 
     def _check_answered(self, channel: TrainerChannel, previous: Future[None] | None) -> None:

@@ -15,7 +15,6 @@ An engine that calls its own weights torn serves nothing, so that claim counts w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeGuard
 
 import msgspec
 
@@ -43,7 +42,7 @@ class Settlement:
     def outcome(self, answer: DistributedUpdateWeightsOutput | Exception) -> DistributedUpdateWeightsOutput:
         """Returns the outcome if all engine ranks have written. Engine ranks then read no trainer memory.
 
-        answer  the engine's, or why there is none
+        answer  the engine's, unless it is a success that the mark confirms, or why there is none
 
         Raises the reason, with the state of the weights, if no engine rank has begun to write, or if one has died after
         all have written; TornWeights if they do not end in time, or if the engine calls its weights torn.
@@ -55,8 +54,6 @@ class Settlement:
             if calls_itself_torn:
                 scope.abort(str(error))  # those that still write end then
             standing = scope.until_written(self.timeout_s)
-        elif standing.mark == WRITTEN and _is_success(answer):
-            return answer
         if standing.mark != WRITTEN:
             scope.until_left(ANSWER_S)
         if calls_itself_torn:
@@ -86,10 +83,6 @@ class Settlement:
 
     def _torn(self, why: str) -> TornWeights:
         return TornWeights(f"{why}. {self.if_torn}")
-
-
-def _is_success(answer: DistributedUpdateWeightsOutput | Exception) -> TypeGuard[DistributedUpdateWeightsOutput]:
-    return isinstance(answer, DistributedUpdateWeightsOutput) and answer.success and not answer.torn
 
 
 def _explained(error: Exception, what: str) -> ReshardError:
