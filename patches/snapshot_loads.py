@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sglang_reshard.errors import EngineRefused, TornWeights
+from sglang_reshard.errors import EngineRefused, ReshardError, TornWeights
 from sglang_reshard.landings.shadow import NO_ROOM
 from sglang_reshard.patches import sglang_versions, torn_weights, weights_info
 from sglang_reshard.patches.tokenizer_manager import cancelling, run_update
@@ -77,9 +77,7 @@ async def _update(
             request = msgspec.structs.replace(request, weight_version=None)
         try:
             return await observed(run_update)(manager, request)
-        except EngineRefused:
-            raise
-        except Exception as error:
+        except ReshardError as error:
             torn = bool(torn_weights.reason(manager))
             return DistributedUpdateWeightsOutput(success=False, torn=torn, message=str(error))
 

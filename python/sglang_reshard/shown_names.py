@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def some_names(names: Sequence[str], most: int = 5, what: str = "") -> str:
-    """Returns the first names, and how many more there are. what: " tensors", for example"""
-    more = f" and {len(names) - most} more{what}" if len(names) > most else ""
+def some_names(names: Sequence[str], most: int = 5) -> str:
+    """Returns the first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"

@@ -20,6 +20,7 @@ from sglang_reshard.derived.loaded_state import Appeared, LoadedState, loaded_st
 from sglang_reshard.derived.reachable import Table, tables, tensors_in
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.observability.logs import get_logger
+from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.folded import flags_of, label
 from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.live_signature import LiveSignature
@@ -88,8 +89,7 @@ class DerivedState:
         """Names the tensors that the engine has set since its start and whose inputs are unknown."""
         if not self._unknown:
             return ""
-        more = f" and {len(self._unknown) - _SHOWN} more" if len(self._unknown) > _SHOWN else ""
-        return f"not known to be independent of weights: {', '.join(self._unknown[:_SHOWN])}{more}"
+        return f"not known to be independent of weights: {some_names(self._unknown, _SHOWN)}"
 
     def _search(self) -> None:
         weights = {storage_key(t) for t in (*self._model.parameters(), *self._model.buffers())}

@@ -14,11 +14,10 @@ from sglang_reshard.digest.regions import RegionKind, RegionSet, groups_of, num_
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.plan import TensorIndex
+from sglang_reshard.shown_names import some_names
 
 if TYPE_CHECKING:
     from sglang_reshard.trace.program import Copy, Program
-
-_NAMED = 5
 
 
 class TargetChecksums:
@@ -89,5 +88,4 @@ class TargetChecksums:
         """Returns the names of the tensors that this rank keeps in these groups, the first few of them."""
         among = self._tensors[np.isin(self._group, list(groups))]
         names = [self._names[number] for number in np.unique(among).tolist()]
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        return ", ".join(names[:_NAMED]) + more
+        return some_names(names)

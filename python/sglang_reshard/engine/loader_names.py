@@ -19,6 +19,7 @@ import numpy as np
 
 from sglang_reshard.engine.name_candidates import MAPPINGS, mapped, unwrapped
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.names_read import NamesRead
 
 _ROUNDS = 8  # in which names lose their wrappers; each runs the loader once
@@ -63,8 +64,7 @@ class LoaderNames:
         changed = [(old, new) for old, new in zip(self.given, self.names, strict=False) if old != new]
         if not changed:
             return ""
-        more = f" and {len(changed) - _SHOWN_NAMES} more" if len(changed) > _SHOWN_NAMES else ""
-        return ", ".join(f"{old} is read as {new}" for old, new in changed[:_SHOWN_NAMES]) + more
+        return some_names([f"{old} is read as {new}" for old, new in changed], _SHOWN_NAMES)
 
 
 def find_names(layout: str, given: Sequence[str], ignore: Sequence[str], probe: Probe) -> LoaderNames:

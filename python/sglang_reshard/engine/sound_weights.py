@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
-
-_SHOWN_NAMES = 3
+from sglang_reshard.shown_names import some_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +39,8 @@ def check_kept(kept: Collection[str], request: DistributedUpdateWeightsReq, last
         unsound = set(kept) - set(last.kept)
     if not unsound:
         return
-    names = sorted(unsound)
-    shown = ", ".join(names[:_SHOWN_NAMES])
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     raise Mismatch(
-        f"{shown}{more} would stay as they are, and nothing has brought them: the engine was started with "
-        "load_format='dummy', its weights were released, or an update of them failed half-way. Send all tensors once, "
-        "without frozen= and only=, or start the engine on a checkpoint"
+        f"{some_names(sorted(unsound), 3)} would stay as they are, and nothing has brought them: the engine was started "
+        "with load_format='dummy', its weights were released, or an update of them failed half-way. Send all tensors "
+        "once, without frozen= and only=, or start the engine on a checkpoint"
     )

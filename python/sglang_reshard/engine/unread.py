@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.program import Program
 
-_SHOWN_NAMES = 5
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -42,16 +42,12 @@ def unread_remark(unread: Sequence[str]) -> str:
     """Returns the report's remark on names that no engine rank reads; empty if there are none."""
     if not unread:
         return ""
-    return f"the engine does not read {_some(unread)}"
+    return f"the engine does not read {some_names(unread)}"
 
 
 def left_alone_remark(program: Program) -> str:
     """Returns the report's remark on parameters that an update does not write; empty if there are none."""
     if not program.left_alone:
         return ""
-    return f"no tensor of the engine's checkpoint reaches these, so they keep their values: {_some(program.left_alone)}"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return f"{', '.join(names[:_SHOWN_NAMES])}{more}"
+    names = some_names(program.left_alone)
+    return f"no tensor of the engine's checkpoint reaches these, so they keep their values: {names}"

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.geometry import (
     BoxMapping,
     Geometry,
@@ -233,8 +234,7 @@ def _label(record: Record) -> str:
 
 
 def _some(labels: Iterable[str]) -> str:
-    names = list(dict.fromkeys(labels))
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return some_names(list(dict.fromkeys(labels)), 4)
 
 
 def _too_fragmented(storage: LiveStorage) -> Unsupported:

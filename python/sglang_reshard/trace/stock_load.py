@@ -22,10 +22,9 @@ import torch
 
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.lazy_storage import CheckpointTensor, VersionedView, leaves
 from sglang_reshard.trace.memory import Record
-
-_SHOWN = 4  # names in an error message
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +98,7 @@ class StockLoad:
         """Returns what is known about a live storage that is not written completely, as the end of an error message."""
         writes = self.writes()
         if writes is not None and (names := source_names(writes.get(storage, ()))):
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            return f" The engine's own checkpoint fills it from {', '.join(names[:_SHOWN])}{more}."
+            return f" The engine's own checkpoint fills it from {some_names(names, 4)}."
         if self.unknown:
             return (
                 " If a start on the model's checkpoint does not write it either, put the complete checkpoint in the "

@@ -21,7 +21,6 @@ from sglang_reshard.plan import TensorIndex
 from sglang_reshard.routes.broadcast.engine import targets_by_bucket
 from sglang_reshard.routes.broadcast.plan import BroadcastPlan, BroadcastStrategy
 from sglang_reshard.routes.ipc import read_targets
-from sglang_reshard.routes.nixl.link import NixlLink
 from sglang_reshard.routes.nixl.remote_shards import RemoteShard
 from sglang_reshard.routes.p2p.links import (
     BUCKETS,
@@ -33,6 +32,7 @@ from sglang_reshard.routes.p2p.links import (
     targets_by_round,
 )
 from sglang_reshard.routes.p2p.messages import send_request
+from sglang_reshard.routes.read_link import ReadLink
 from sglang_reshard.routes.strategy import Strategy
 
 _META = torch.device("meta")
@@ -142,7 +142,7 @@ def _read_loads(index: TensorIndex, rank: RankModel, trainer_rank: int, share: i
 
     request = send_request(rank.read_plan, trainer_rank)
     views = _destinations(rank, trainer_rank)
-    link = NixlLink.cut(f"trainer rank {trainer_rank}", index.layout, request, shard_of, views, share, _META)
+    link = ReadLink.cut(f"trainer rank {trainer_rank}", index.layout, request, shard_of, views, share, _META)
     own = LinkLoad(len(link.messages), link.read_bytes, link.bucket_bytes)
     return own, LinkLoad(0, link.link.payload_bytes, 0)
 

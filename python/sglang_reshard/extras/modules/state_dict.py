@@ -15,11 +15,11 @@ from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.wire.overlap import Written, written_once
+from sglang_reshard.shown_names import some_names
 from sglang_reshard.sources.versions import VersionCounters
 from sglang_reshard.trace.kept import MayStay
 
 logger = get_logger(__name__)
-_SHOWN_NAMES = 5
 
 
 @dataclass
@@ -116,28 +116,23 @@ class StateDictModel(nn.Module):
         if self.keeps_unsent:
             if unsent or extra:
                 logger.info(
-                    "the trainer does not send these, so the module keeps its own: %s", _some([*unsent, *extra])
+                    "the trainer does not send these, so the module keeps its own: %s", some_names([*unsent, *extra])
                 )
             return
         unsent = [name for name in unsent if not self.loads.may_stay(name)]
         if unsent:
             raise Mismatch(
-                f"the module has {_some(unsent)}, which the trainer does not send. Send all parameters and persistent "
-                "buffers (pass the module itself to update, or its state_dict), or keep the module's own values with "
-                "ModuleReceiver(..., strict=False)"
+                f"the module has {some_names(unsent)}, which the trainer does not send. Send all parameters and "
+                "persistent buffers (pass the module itself to update, or its state_dict), or keep the module's own "
+                "values with ModuleReceiver(..., strict=False)"
             )
         if extra:
             raise Unsupported(
-                f"the module has extra state that is neither a parameter nor a buffer and is not sent: {_some(extra)}. "
-                "Keep the module's own with ModuleReceiver(..., strict=False)"
+                "the module has extra state that is neither a parameter nor a buffer and is not sent: "
+                f"{some_names(extra)}. Keep the module's own with ModuleReceiver(..., strict=False)"
             )
 
 
 def _is_empty(extra_state: Any) -> bool:
     """Modules of some libraries have extra state only in some modes, and nothing in it otherwise."""
     return extra_state.numel() == 0 if isinstance(extra_state, torch.Tensor) else not extra_state
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return f"{', '.join(names[:_SHOWN_NAMES])}{more}"

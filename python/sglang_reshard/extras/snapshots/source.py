@@ -79,8 +79,8 @@ def open_snapshot(path: Path, entry: Entry) -> SnapshotSource:
 def _judged(layout: SourceLayout, files: DiskFiles) -> tuple[tuple[str, ...], dict[str, str]]:
     """Returns the heads that are their embeddings, and why others are not, by the checksums of both."""
     sums, equal, apart = files.tensor_sums(), [], {}
-    for head, of, number, of_number in heads(layout):
-        if len(sums) and head.dtype == of.dtype and sums[number] == sums[of_number]:
+    for head, of, number, of_number in heads(layout) if files.sums else ():
+        if head.dtype == of.dtype and sums[number] == sums[of_number]:
             equal.append(glob.escape(head.name))
         else:
             apart[head.name] = f"snapshot {files.snapshot}: {head.name} differs from {of.name}"

@@ -143,6 +143,7 @@ def check_load_request(request: LoadSnapshotReq) -> None:
     """Raises Mismatch for a request that no follower makes. The path is not opened."""
     _check_lengths((request.path, request.version), _invalid_load)
     _check_publication(request.publication, _invalid_load)
+    _check_bounds(request, _invalid_load, max_update_s())
     if "\0" in request.path:
         raise _invalid_load("its path has a null character")
 
@@ -175,6 +176,14 @@ def _check_options(
     check_transport(request.transport, of_request=isinstance(request, DistributedUpdateWeightsReq))
     if request.verify not in get_args(Verify):  # of a request that was decoded it is
         raise invalid(not_one_of(f"verify={request.verify!r}", request.verify, get_args(Verify)))
+    _check_bounds(request, invalid, longest_s)
+
+
+def _check_bounds(
+    request: DistributedUpdateWeightsReq | PullWeightsReq | ShareWeightsReq | LoadSnapshotReq,
+    invalid: _Invalid,
+    longest_s: float,
+) -> None:
     if not 1 <= request.bucket_bytes <= MAX_BUCKET_BYTES:
         raise invalid(f"bucket_bytes={_shown(request.bucket_bytes)} is out of range (1 to {MAX_BUCKET_BYTES:,})")
     if not MIN_TIMEOUT_S <= request.timeout_s <= longest_s:  # false for NaN, too

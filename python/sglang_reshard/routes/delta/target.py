@@ -35,6 +35,7 @@ from sglang_reshard.routes.delta.offer import Sections
 from sglang_reshard.routes.ipc import DirectReads, mapped_reads
 from sglang_reshard.routes.p2p.links import P2pLink, engine_links, packed_bytes, sent_tensors
 from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
+from sglang_reshard.shown_names import some_names
 
 if TYPE_CHECKING:  # as everywhere in routes
     from sglang_reshard.trace.program import Program
@@ -207,10 +208,9 @@ class DeltaTarget:
         tensors = sent_tensors(self._reads.read_plan, trainer_rank)
         items = dict.fromkeys(int(tensors[part.item]) for part in link.messages[number].slices)
         names = [layout.tensors[tensor].name for tensor in items]
-        more = f" and {len(names) - _SHOWN_NAMES} more tensors" if len(names) > _SHOWN_NAMES else ""
         return Mismatch(
             f"trainer rank {trainer_rank} sent engine rank {self._reads.engine_rank} a damaged delta of "
-            f"{', '.join(names[:_SHOWN_NAMES])}{more}: {why}. Nothing of it was written; repeat the update, which "
+            f"{some_names(names, _SHOWN_NAMES)}: {why}. Nothing of it was written; repeat the update, which "
             f"sends all weights. If it happens again, suspect the memory or the network of trainer rank {trainer_rank}"
         )
 

@@ -32,10 +32,10 @@ from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.disk.messages import get_files
 from sglang_reshard.routes.disk.reader import OpenFiles, Run
 from sglang_reshard.routes.disk.sums import RankSums, compare
-from sglang_reshard.routes.nixl.link import NixlLink, ReadMessage
 from sglang_reshard.routes.nixl.remote_shards import RemoteShard
 from sglang_reshard.routes.p2p.links import destination_reads, destination_view, targets_by_round
 from sglang_reshard.routes.p2p.messages import send_request
+from sglang_reshard.routes.read_link import ReadLink, ReadMessage
 from sglang_reshard.routes.strategy import Strategy
 from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
 from sglang_reshard.shown_names import some_names
@@ -108,7 +108,7 @@ class DiskEngineEnd(EngineEnd):
         self._opened.check_unchanged()
         self._opened.close()
 
-    def _cut(self) -> NixlLink:
+    def _cut(self) -> ReadLink:
         """Returns what this rank reads, in messages. All of it has its place in a bucket."""
         reads, layout = self._reads, self._reads.tensor_index.layout
 
@@ -122,11 +122,11 @@ class DiskEngineEnd(EngineEnd):
             for numbers in destination_reads(reads.read_plan, _SOURCE)
         ]
         request = send_request(reads.read_plan, _SOURCE)
-        return NixlLink.cut(
+        return ReadLink.cut(
             "the snapshot", layout, request, shard, views, self._message_bytes, device=None, descriptor_bytes=0
         )
 
-    def _prepare(self, link: NixlLink) -> None:
+    def _prepare(self, link: ReadLink) -> None:
         """Makes buckets, views, runs and lists of copies."""
         plan, pinned = self._reads.read_plan, runtime().is_gpu(self._reads.device)
         for numbers in destination_reads(plan, _SOURCE):
@@ -138,7 +138,7 @@ class DiskEngineEnd(EngineEnd):
         self._rounds = [self._round(link, m, buckets[n % BUCKETS]) for n, m in enumerate(link.messages)]
         self.nbytes = sum(bucket.numel() for bucket in buckets) + sum(r.copies.table_bytes for r in self._rounds)
 
-    def _round(self, link: NixlLink, message: ReadMessage, bucket: torch.Tensor) -> _Round:
+    def _round(self, link: ReadLink, message: ReadMessage, bucket: torch.Tensor) -> _Round:
         runs: list[Run] = []
         rows: list[int] = []
         copies, sums = CopyList(), RegionBatch()

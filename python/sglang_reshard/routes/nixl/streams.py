@@ -22,10 +22,10 @@ from sglang_reshard.plan import ReadPlan
 from sglang_reshard.routes.base import Reads
 from sglang_reshard.routes.nixl.agent import memory_kind
 from sglang_reshard.routes.nixl.ask import trainer_name
-from sglang_reshard.routes.nixl.link import NixlLink, ReadMessage
 from sglang_reshard.routes.nixl.reader import NixlReader
 from sglang_reshard.routes.p2p.links import destination_reads, destination_view, targets_by_round
 from sglang_reshard.routes.p2p.messages import send_request
+from sglang_reshard.routes.read_link import ReadLink, ReadMessage
 from sglang_reshard.routes.wire.rounds import BUCKETS
 
 _SPINS = 100  # polls without a pause: most reads of a small model have ended by then
@@ -49,7 +49,7 @@ class Stream:
         self,
         reader: NixlReader,
         peer: str,
-        link: NixlLink,
+        link: ReadLink,
         device: torch.device,
         landing: Landing | None = None,
     ) -> None:
@@ -98,7 +98,7 @@ class Stream:
         """Returns whether all arrived data are valid."""
         return True
 
-    def _prepare(self, link: NixlLink, message: ReadMessage, bucket: torch.Tensor) -> tuple[list[Any], CopyList | None]:
+    def _prepare(self, link: ReadLink, message: ReadMessage, bucket: torch.Tensor) -> tuple[list[Any], CopyList | None]:
         """Returns a message's reads, one for each kind of the peer's memory, and copies out of the bucket, if any."""
         copies, buffer = None, message.in_place
         if buffer is None:
@@ -122,7 +122,7 @@ def trainer_streams(reader: NixlReader, reads: Reads, plan: ReadPlan, sizes: Map
     """
     layout, landing = reads.tensor_index.layout, reads.landing
 
-    def links() -> dict[int, NixlLink]:
+    def links() -> dict[int, ReadLink]:
         return {t: cut_link(reader, trainer_name(t), reads, layout, plan, t, sizes[t]) for t in plan.traffic()}
 
     if not reads.program.arrivals:
@@ -134,9 +134,9 @@ def trainer_streams(reader: NixlReader, reads: Reads, plan: ReadPlan, sizes: Map
 
 def cut_link(
     reader: NixlReader, peer: str, reads: Reads, layout: SourceLayout, plan: ReadPlan, rank: int, message_bytes: int
-) -> NixlLink:
+) -> ReadLink:
     """Returns what `plan` reads from `rank`, which is `peer` in the reader and holds `layout`, cut into messages."""
-    return NixlLink.cut(
+    return ReadLink.cut(
         peer,
         layout,
         send_request(plan, rank),

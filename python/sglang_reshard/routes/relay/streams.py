@@ -7,16 +7,16 @@ import time
 import torch
 
 from sglang_reshard.errors import PeerDisconnected
-from sglang_reshard.routes.nixl.link import NixlLink
 from sglang_reshard.routes.nixl.reader import NixlReader
 from sglang_reshard.routes.nixl.streams import Stream
+from sglang_reshard.routes.read_link import ReadLink
 from sglang_reshard.routes.relay.progress import RelayGate, RelayLost
 
 
 class RelayedStream(Stream):
     """A stream whose messages wait until the peer has what they bring. Its methods raise RelayLost if it will not."""
 
-    def __init__(self, reader: NixlReader, peer: str, link: NixlLink, device: torch.device, gate: RelayGate) -> None:
+    def __init__(self, reader: NixlReader, peer: str, link: ReadLink, device: torch.device, gate: RelayGate) -> None:
         super().__init__(reader, peer, link, device)
         self._gate, self._advanced_at = gate, 0.0
         self._needed = [max(tensors) + 1 for tensors in link.tensors]  # complete tensors, for each message

@@ -1,4 +1,4 @@
-"""Cuts what an engine rank reads from another rank's registered memory into messages.
+"""Cuts the reads of an engine rank into messages: from another rank's registered memory, or from files.
 
 A message's descriptors are chosen by `plan.runs`. Nobody but the reader has to agree to them.
 """
@@ -64,7 +64,7 @@ class ReadMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class NixlLink:
+class ReadLink:
     """All that an engine rank reads from one rank."""
 
     link: P2pLink
@@ -105,7 +105,7 @@ class NixlLink:
         round_bytes: int,
         device: torch.device | None,
         descriptor_bytes: int = DESCRIPTOR_BYTES,
-    ) -> NixlLink:
+    ) -> ReadLink:
         """Cuts what an engine rank on `device` reads into messages of at most `round_bytes`, gaps included.
 
         source            names the rank that is read, in errors
