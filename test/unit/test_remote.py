@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from sglang_reshard.api.remote_engine import ADMIN_API_KEY, API_KEY, URL, RemoteEngine
 from sglang_reshard.control import Address
-from sglang_reshard.errors import EngineRefused, Mismatch, TornWeights, Unauthorized, Unsupported
+from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, TornWeights, Unauthorized, Unsupported
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
@@ -207,6 +207,17 @@ def test_a_server_that_hangs_is_told_so(server):
     server.server.shutdown()  # it accepts still, and nobody answers
     with pytest.raises(EngineRefused, match="ReadTimeout"):
         RemoteEngine(server.url, timeout_s=0.05).check()
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_what_a_proxy_answers_is_no_refusal_of_the_server(server, status):
+    server.says(b"<html>upstream timed out</html>", status)
+    with pytest.raises(EngineUnreachable, match=f"answered {status}"):
+        RemoteEngine(server.url).load_snapshot("/run/step-1", "step-1", 1)
+    server.says({"error": {"message": "busy"}}, status)
+    with pytest.raises(EngineRefused, match="busy") as raised:
+        RemoteEngine(server.url).load_snapshot("/run/step-1", "step-1", 1)
+    assert type(raised.value) is EngineRefused
 
 
 def test_torn_weights_are_called_so(server):

@@ -183,6 +183,7 @@ def with_contents_exchanged(data: bytes) -> bytes:
 BAD: dict[str, tuple[Spoil, str]] = {
     "shape": (lambda f: edited(f, lambda t: t.update({"norm.weight": torch.ones(5)})), "norm"),
     "transposed": (lambda f: edited(f, lambda t: t.update({"down.weight": t["down.weight"].T.contiguous()})), "down"),
+    "dtype": (lambda f: edited(f, lambda t: t.update({"norm.weight": t["norm.weight"].int()})), "norm"),
     "missing": (lambda f: edited(f, lambda t: t.pop("norm.weight")), "norm"),
     "only-one": (lambda f: edited(f, lambda t: [t.pop(n) for n in list(t) if n != "norm.weight"]), "embed"),
     "unknown": (lambda f: edited(f, lambda t: t.update({"rotary.weight": torch.ones(4)})), "rotary.weight"),

@@ -13,6 +13,7 @@ from sglang_reshard.errors import (
     EngineRefused,
     EngineUnreachable,
     Mismatch,
+    ReshardError,
     TornWeights,
     Unauthorized,
     Unsupported,
@@ -40,7 +41,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 T = TypeVar("T")
-_REFUSALS = {kind.__name__: kind for kind in (TornWeights, WeightsMissing)}  # by what the server calls them
+_OF_PROXIES = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
+_REFUSALS: dict[str, type[ReshardError]] = {
+    kind.__name__: kind for kind in (TornWeights, WeightsMissing)
+}  # by what the server calls them
 URL, API_KEY, ADMIN_API_KEY = "SGLANG_RESHARD_URL", "SGLANG_RESHARD_API_KEY", "SGLANG_RESHARD_ADMIN_API_KEY"
 
 _CONNECT_S = 10.0
@@ -57,9 +61,9 @@ class ServerClient:
                    all calls but `RemoteEngine.generate`
     timeout_s      seconds of a wait of an update; any call may last `WAITS` times as long
 
-    Every call raises EngineUnreachable for a server that cannot be reached or does not answer in time, EngineRefused,
-    its base class, for one that refuses,
-    Unauthorized for a wrong key, and Unsupported for a server without this package.
+    Every call raises EngineUnreachable for a server that cannot be reached or does not answer in time, or for which a
+    proxy answers, EngineRefused, its base class, for one that refuses, Unauthorized for a wrong key, and Unsupported
+    for a server without this package.
     """
 
     def __init__(
@@ -192,9 +196,11 @@ class ServerClient:
         if answer.is_success:
             return
         error = error_of(answer.content)
-        if error is not None and (kind := _REFUSALS.get(error.type)) is not None:
-            raise kind(error.message)
-        raise EngineRefused(f"{self.url}{path} answered {status}: {_error_text(answer)}")
+        if error is not None and error.type in _REFUSALS:
+            raise _REFUSALS[error.type](error.message)
+        # A proxy's answer in place of the server's: the request may have arrived, and be executed.
+        kind = EngineUnreachable if error is None and status in _OF_PROXIES else EngineRefused
+        raise kind(f"{self.url}{path} answered {status}: {_error_text(answer)}")
 
 
 def client(timeout_s: float) -> httpx.Client:
