@@ -41,6 +41,6 @@ def check_kept(kept: Collection[str], request: DistributedUpdateWeightsReq, last
         return
     raise Mismatch(
         f"{some_names(sorted(unsound), 3)} would stay as they are, and nothing has brought them: the engine was "
-        "started with load_format='dummy', its weights were released, or an update of them failed half-way. Send all tensors "
-        "once, without frozen= and only=, or start the engine on a checkpoint"
+        "started with load_format='dummy', its weights were released, or an update of them failed half-way. Send all "
+        "tensors once, without frozen= and only=, or start the engine on a checkpoint"
     )
