@@ -122,9 +122,19 @@ def under_load(job: dict[str, Any]) -> dict[str, Any]:
     staged = refusal_of(
         lambda: sender.update(trainer.model.named_parameters(), weight_version="4", staged=job["staged"])
     )
+    folder = Path(job["folder"], "run")
+    Snapshots(sender, folder).write(trainer.model, "snapshot")
+    loads = []
+    if rank == 0:
+        SnapshotFollower(folder, server, allow_rollback=True).poll()
+        loads.append((server.weights_info().version, server.generate(input_ids=PROMPTS[:1], sampling_params=sampling)))
+        server.update_weights_from_disk(str(folder / "snapshot"), "SGLang's own", load_format="auto")
+        loads.append((server.weights_info().version, server.generate(input_ids=PROMPTS[:1], sampling_params=sampling)))
+    dist.barrier()
     sender.close()
     answers = [(version, tokens) for client in clients for _, version, tokens in client.answers]
-    return {"reports": reports, "said": said, "answers": answers, "staged": staged}
+    loaded = [(version, of_prompts[0]["output_ids"]) for version, of_prompts in loads]
+    return {"reports": reports, "said": said, "answers": answers, "staged": staged, "loaded": loaded}
 
 
 def update_a_server(job: dict[str, Any]) -> dict[str, Any]:

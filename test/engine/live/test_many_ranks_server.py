@@ -29,6 +29,7 @@ def test_each_answer_is_of_one_version_on_all_ranks(option: str, tmp_path: Path)
         assert of_it
         assert all(tokens == said for tokens in of_it), version
     assert len({tuple(said) for said in seen["said"].values()}) > 1
+    assert seen["loaded"] == [["snapshot", seen["said"]["3"]], ["SGLang's own", seen["said"]["3"]]]
     if option == "--pp-size":
         assert seen["staged"][0] == "EngineRefused"
         assert "staged=True with pp_size=2" in seen["staged"][1]

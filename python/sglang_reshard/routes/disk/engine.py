@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,7 +22,6 @@ from sglang_reshard import tasks
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.digest.checksum import RegionBatch, RegionSpec
 from sglang_reshard.digest.selection import Selection
-from sglang_reshard.digest.whole_model import digest_of_sums
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.regions import Box, Region, split
@@ -31,7 +30,7 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.disk.messages import get_files
 from sglang_reshard.routes.disk.reader import OpenFiles, Run
-from sglang_reshard.routes.disk.sums import RankSums, compare
+from sglang_reshard.routes.disk.sums import RankSums, Verdict, compare
 from sglang_reshard.routes.nixl.remote_shards import RemoteShard
 from sglang_reshard.routes.p2p.links import destination_reads, destination_view, targets_by_round
 from sglang_reshard.routes.p2p.messages import send_request
@@ -40,9 +39,11 @@ from sglang_reshard.routes.strategy import Strategy
 from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
 from sglang_reshard.shown_names import some_names
 
+T = TypeVar("T")
 _SOURCE = 0  # the trainer rank that holds all tensors
 _THREADS = 4  # that read at a time
-_SUMS = "disk/sums"  # what engine ranks exchange
+_SUMS, _VERDICT = "disk/sums", "disk/verdict"  # keys of the session, which is of one update
+_ANSWER_S = 10.0  # that engine rank 0 may take to compare
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,24 +185,35 @@ class DiskEngineEnd(EngineEnd):
 
         Raises Mismatch, naming the tensors.
         """
-        index, by_region = self._reads.tensor_index, dict(zip(self._regions, sums.tolist(), strict=True))
+        self._compared = sums
         if not self._files.sums:
             for number in self._hashed():
                 self._opened.check_hash(number)
-        of_ranks = self._meeting.gather(_SUMS, RankSums.of(by_region, self._casts()))
-        if self._files.sums:
-            expected = self._files.tensor_sums()
-            found = compare(index, expected, of_ranks)
-            if len(found.wrong):
-                raise self._differing(found.wrong.tolist())
-            own = {tensor for tensor, _ in self._regions}
-            if wrong := [t for t in found.open.tolist() if t in own and self._whole(t) != int(expected[t])]:
-                raise self._differing(wrong)
-            if not len(found.open) and not any(rank.cast for rank in of_ranks):
-                names = [index.layout.tensors[tensor].name for tensor in found.right.tolist()]
-                digest = digest_of_sums(names, expected[found.right])
-                self._traffic = msgspec.structs.replace(self._traffic, digest=digest)
-        self._compared = sums
+            return
+        verdict = self._verdict(dict(zip(self._regions, sums.tolist(), strict=True)))
+        if verdict.wrong:
+            raise self._differing(verdict.wrong)
+        own, expected = {tensor for tensor, _ in self._regions}, self._files.tensor_sums()
+        if wrong := [t for t in verdict.open if t in own and self._whole(t) != int(expected[t])]:
+            raise self._differing(wrong)
+        self._traffic = msgspec.structs.replace(self._traffic, digest=verdict.digest)
+
+    def _verdict(self, sums: Mapping[tuple[int, Region], int]) -> Verdict:
+        """Returns what engine rank 0 finds when it compares the checksums of all. So each rank sends its own once."""
+        reads, session = self._reads, self._meeting.session
+
+        def get(key: str, kind: type[T], what: str, timeout_s: float) -> T:
+            return session.get(key, kind, what, timeout_s, hashed=False, scope=self._meeting.scope)
+
+        session.put(RankSums.of(sums, self._casts()), f"{_SUMS}/{reads.engine_rank}", hashed=False)
+        if reads.engine_rank == 0:
+            of_ranks = [
+                get(f"{_SUMS}/{rank}", RankSums, f"the checksums of engine rank {rank}", reads.timeout_s)
+                for rank in range(self._ranks)
+            ]
+            found = compare(reads.tensor_index, self._files.tensor_sums(), of_ranks)
+            session.put(found, _VERDICT, hashed=False)
+        return get(_VERDICT, Verdict, "engine rank 0's comparison of checksums", reads.timeout_s + _ANSWER_S)
 
     def _whole(self, tensor: int) -> int:
         """Returns the checksum of a whole tensor, which this rank reads for that."""

@@ -3,19 +3,19 @@
 Checksums add up (`digest`): those of the distinct regions that all engine ranks read of a tensor are the tensor's own,
 if the regions are its parts. Ranks that read the same region must have the same checksum. So every byte that any rank
 has read is compared, and no rank reads more than it needs. Where regions of a tensor overlap, or leave elements out,
-ranks compare it whole (`Compared.open`).
+ranks compare it whole (`Verdict.open`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from sglang_reshard.digest.regions import RegionKind, RegionSet
+from sglang_reshard.digest.whole_model import digest_of_sums
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.plan import TensorIndex
@@ -44,21 +44,21 @@ class RankSums(msgspec.Struct, frozen=True):
         return cls(regions, np.array(ordered, "<u8").tobytes(), cast)
 
 
-class Compared(NamedTuple):
-    """The tensors that engine ranks have read, by their numbers.
+class Verdict(msgspec.Struct, frozen=True):
+    """The outcome of a comparison. Tensors by their numbers.
 
-    right  those that have the checksum of the snapshot
-    wrong  those that have another, or whose ranks have read different bytes
-    open   those whose regions overlap, or leave elements out
+    wrong   those that have another checksum than the snapshot's, or whose ranks have read different bytes
+    open    those whose regions overlap, or leave elements out
+    digest  of all weights, see `digest.whole_model`; empty if some are open, or are cast
     """
 
-    right: np.ndarray
-    wrong: np.ndarray
-    open: np.ndarray
+    wrong: tuple[int, ...]
+    open: tuple[int, ...]
+    digest: str
 
 
-def compare(index: TensorIndex, expected: np.ndarray, of_ranks: Sequence[RankSums]) -> Compared:
-    """Compares all ranks' checksums with those of whole tensors, uint64 [tensors]. The same on every rank."""
+def compare(index: TensorIndex, expected: np.ndarray, of_ranks: Sequence[RankSums]) -> Verdict:
+    """Compares all engine ranks' checksums with those of whole tensors, uint64 [tensors]."""
     kinds: dict[RegionKind, int] = {}
     keys, sums = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
     columns = []
@@ -88,7 +88,10 @@ def compare(index: TensorIndex, expected: np.ndarray, of_ranks: Sequence[RankSum
     are_apart = lru_cache(None)(lambda numbers: _are_apart([regions[number] for number in numbers]))
     is_open = (covered != whole) | np.array([not are_apart(numbers) for numbers in parts], bool)
     differs = np.isin(read, list(wrong)) | (~is_open & (total != expected[read]))
-    return Compared(read[~differs & ~is_open], read[differs], read[is_open & ~differs])
+    digest = ""
+    if not (differs | is_open).any() and not any(rank.cast for rank in of_ranks):
+        digest = digest_of_sums([index.layout.tensors[number].name for number in read.tolist()], expected[read])
+    return Verdict(tuple(read[differs].tolist()), tuple(read[is_open & ~differs].tolist()), digest)
 
 
 def _are_apart(regions: Sequence[Region]) -> bool:
