@@ -1,5 +1,6 @@
 """Whatever an engine is asked for, and whatever lies in the session: it refuses, and keeps its weights, or does it."""
 
+import contextlib
 import os
 from dataclasses import dataclass
 from random import Random
@@ -13,6 +14,7 @@ from fuzz.arbitrary import changed, value_of
 from fuzz.settings import fuzzed
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
+from sglang_reshard.errors import ReshardError
 from sglang_reshard.memory.mapping import MemoryExporter, host_identity
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, decode, encode
 from sglang_reshard.protocol.session import Session, handles_key
@@ -98,6 +100,16 @@ def asked(stage, random):
     return request
 
 
+@contextlib.contextmanager
+def trainer_in(stage, request):
+    """A trainer rank that is in the update, as far as the control server lets it, and does nothing there."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ReshardError):
+            stack.enter_context(stage.session.trainer_channel(request.update, "trainer rank 0"))
+            stage.session.wait_in_update(request.update, (), timeout_s=10)  # entering does not wait for the server
+        yield
+
+
 @fuzzed
 def test_an_engine_refuses_and_keeps_its_weights_or_takes_the_new_ones(stage, random):
     request = asked(stage, random)
@@ -105,7 +117,8 @@ def test_an_engine_refuses_and_keeps_its_weights_or_takes_the_new_ones(stage, ra
         return
     stage.reset()
     stage.receiver._executor.torn = ""
-    output = stage.receiver.update(request)
+    with trainer_in(stage, request):
+        output = stage.receiver.update(request)
     assert isinstance(output, DistributedUpdateWeightsOutput)
     if output.success:
         # Handles of other places in the trainer's own memory are no lie that can be seen.
@@ -120,6 +133,8 @@ def test_an_engine_refuses_and_keeps_its_weights_or_takes_the_new_ones(stage, ra
 def test_in_earnest_it_does(stage):
     """Otherwise all of the above would be refused for a reason of its own."""
     stage.reset()
-    output = stage.receiver.update(replace(stage.request, timeout_s=30.0))
+    request = replace(stage.request, timeout_s=30.0)
+    with trainer_in(stage, request):
+        output = stage.receiver.update(request)
     assert output.success, output.message
     assert stage.weighs(1)

@@ -53,5 +53,6 @@ def test_an_error_says_what_and_whose_it_is(session):
 
 
 def test_the_wait_is_that_of_the_session_if_none_is_given(session):
+    joined = Session.join(session.address, timeout_s=0.2, connect_s=10)
     with pytest.raises(DeadlineExceeded, match="within 0 s"):
-        Session(session.client, 0.2).get("f" * 64, str, WHAT)
+        joined.get("f" * 64, str, WHAT)

@@ -60,6 +60,15 @@ def keep_session(link):
         link.recv()
 
 
+class Noticing:
+    def __init__(self, noticed):
+        self.noticed = noticed
+
+    def ended(self, session):
+        assert session is not None
+        self.noticed.set()
+
+
 @pytest.mark.parametrize("way", ["end", "kill"])
 def test_the_end_is_noticed(way):
     link, theirs = CONTEXT.Pipe()
@@ -68,7 +77,8 @@ def test_the_end_is_noticed(way):
     noticed = threading.Event()
     try:
         session = Session.join(Address(*link.recv()), timeout_s=60)
-        session.on_engine_end(0, noticed.set)
+        engine = Noticing(noticed)
+        session.on_engine_end(0, engine.ended)
         assert not noticed.wait(0.5)
         if way == "end":
             link.send("end")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_reshard.patches import stock_weights, torn_weights, weights_info
+from sglang_reshard.patches import stock_weights, weights_info
 from test_weights_info import REQUEST
 
 
@@ -33,7 +33,7 @@ def test_how_the_engine_was_started_is_told(load_format, first):
 
 def test_weights_that_are_released_are_lost_and_a_load_from_disk_brings_them():
     it = manager(load_format="dummy", enable_memory_saver=True)
-    asyncio.run(torn_weights._update_from_disk(stock, it))
+    stock_weights.loaded(it)
     assert told(it) == (2, True)
     release(it, "kv_cache")
     assert told(it) == (2, True)
@@ -50,12 +50,3 @@ def test_weights_of_which_there_is_a_copy_and_those_that_stay_are_not_lost(serve
     it = manager(load_format="auto", **server_args)
     release(it, "weights")
     assert told(it) == (0, True)
-
-
-def test_a_load_that_fails_brings_nothing():
-    async def fails(*_):
-        return False, "no such folder", None
-
-    it = manager(load_format="dummy")
-    asyncio.run(torn_weights._update_from_disk(fails, it))
-    assert told(it) == (1, False)

@@ -155,7 +155,7 @@ class Transfers:
         scope, gather  see `Meeting`
         """
         assert self.last is not None
-        self.last.end.connect(Meeting(session, scope, self.last.request.update, gather))
+        self.last.end.connect(Meeting(session, scope, self.last.request.update, gather, self.last.kept))
 
 
 def _options(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:

@@ -27,7 +27,6 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
 from sglang_reshard.engine.loader_names import LoaderNames
 from sglang_reshard.engine.name_search import search_names
@@ -200,7 +199,7 @@ class UpdateExecutor:
         vote = Vote(
             error,
             report=report,
-            digest=with_kept(traffic.digest, transfer.kept) if traffic.digest else context.digest,
+            digest=traffic.digest or context.digest,
             detour=traffic.detour,
             remark="" if self._remarked == (target.signature, target.layout) else left_alone_remark(target.program),
         )

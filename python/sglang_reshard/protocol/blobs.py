@@ -6,7 +6,6 @@ under a key that says whose it is, and replaces what that one has published befo
 
 from __future__ import annotations
 
-import weakref
 from typing import TypeVar
 
 from sglang_reshard.control import ControlClient
@@ -16,12 +15,11 @@ T = TypeVar("T")
 
 
 class Blobs:
-    """A connection to a session of a control server that values are published in. Ends when this is dropped."""
+    """The values that are published in a session of a control server."""
 
     def __init__(self, client: ControlClient, timeout_s: float) -> None:
         """`timeout_s`: how long `get` waits, if nothing else is said."""
         self.client, self._timeout_s = client, timeout_s
-        weakref.finalize(self, client.drop).atexit = False
 
     def put(self, value: object, key: str = "", *, hashed: bool = True) -> str:
         """Publishes a value. Returns its content hash.

@@ -95,12 +95,14 @@ class Meeting:
     scope   of the update on the control server; its end ends all waits
     update  number of the update within the session
     gather  returns every engine rank's message of a name; collective over engine ranks, for these only
+    kept    names of the parameters that any engine rank leaves as they are
     """
 
     session: Session
     scope: str
     update: int
     gather: Callable[[str, Any], list[Any]] = _no_gather
+    kept: tuple[str, ...] = ()
 
 
 class Kept(Protocol):

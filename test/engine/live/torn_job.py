@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from demo import tiny_model
 from sglang_reshard import DistributedUpdateWeightsReq, VerlEngine
-from sglang_reshard.control import Address
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.patches import torn_weights
 from sglang_reshard.patches.stock_weights import SERVE_DUMMY
+from sglang_reshard.protocol.session import Session
 from sglang_reshard.testing import cpu_host
 from support.refusals import refusal_of
 
@@ -253,15 +253,18 @@ def killed_under(engine: VerlEngine, call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def update(engine: VerlEngine) -> None:
-    """An update of a session that does not exist: the engine would find that out, and never answers here."""
-    request = DistributedUpdateWeightsReq(
-        address=Address(session="nobody's", host="127.0.0.1", port=1, key="00" * 32),
-        update=1,
-        layout="",
-        handles=("",),
-        trainer_hosts=("",),
-    )
-    answer = first(engine).update_weights_distributed(request)
+    """An update whose layout is none: the schedulers would find that out, and never answer here."""
+    session = Session.host()
+    with session.trainer_channel(1, "trainer rank 0"):
+        request = DistributedUpdateWeightsReq(
+            address=session.address,
+            update=1,
+            layout=session.put(("no layout",)),
+            handles=("",),
+            trainer_hosts=("",),
+        )
+        answer = first(engine).update_weights_distributed(request)
+    session.end(1)
     assert not answer.success
     raise EngineRefused(answer.message)
 

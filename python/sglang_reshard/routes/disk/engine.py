@@ -22,6 +22,7 @@ from sglang_reshard import tasks
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.digest.checksum import RegionBatch, RegionSpec
 from sglang_reshard.digest.selection import Selection
+from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.regions import Box, Region, split
@@ -196,7 +197,7 @@ class DiskEngineEnd(EngineEnd):
         own, expected = {tensor for tensor, _ in self._regions}, self._files.tensor_sums()
         if wrong := [t for t in verdict.open if t in own and self._whole(t) != int(expected[t])]:
             raise self._differing(wrong)
-        self._traffic = msgspec.structs.replace(self._traffic, digest=verdict.digest)
+        self._traffic = msgspec.structs.replace(self._traffic, digest=with_kept(verdict.digest, self._meeting.kept))
 
     def _verdict(self, sums: Mapping[tuple[int, Region], int]) -> Verdict:
         """Returns what engine rank 0 finds when it compares the checksums of all. So each rank sends its own once."""
