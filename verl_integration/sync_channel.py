@@ -5,7 +5,6 @@ They are the URL of each replica's server, and the outcome of each sync.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ class SyncChannel:
     def __init__(self, address: Address, timeout_s: float) -> None:
         self.address, self._timeout_s = address, timeout_s
         self._client = ControlClient(address.named("sync"), timeout_s)
-        weakref.finalize(self, self._client.drop).atexit = False
+        self._client.drop_with(self)
 
     def put_server_url(self, replica: str, url: str) -> None:
         self._client.set({f"url/{replica}": url.encode()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from pathlib import Path
 from typing import BinaryIO
 
 from sglang_reshard.errors import Mismatch
@@ -27,6 +28,11 @@ def open_regular(folder: int, file: str, where: str) -> tuple[BinaryIO, os.stat_
         opened.close()
         raise
     return opened, found
+
+
+def is_folder(path: Path) -> bool:
+    """Returns whether there is a folder, and no link to one."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def _check_regular(found: os.stat_result, where: str) -> None:

@@ -266,8 +266,12 @@ class ControlClient:
         """Ends the connection without waiting for the server: all waits raise ConnectionLost with this reason."""
         self._lose(why)
 
-    def drop(self) -> None:
-        """Ends the connection, for an owner that was not closed. Takes no lock: garbage is collected anywhere."""
+    def drop_with(self, owner: object) -> None:
+        """Ends the connection when its owner is garbage-collected without having closed it."""
+        weakref.finalize(owner, self._disconnect).atexit = False
+
+    def _disconnect(self) -> None:
+        """Takes no lock: garbage is collected anywhere."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the client's thread, which closes it
 
@@ -417,7 +421,7 @@ class ControlClient:
             self._lost = why
             pending = list(self._pending.values())
             callbacks, self._callbacks = self._callbacks, {}
-        self.drop()
+        self._disconnect()
         for replies in pending:
             replies.put(None)
         for callback in itertools.chain.from_iterable(callbacks.values()):

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import math
 import time
-import weakref
 
 import msgspec
 
@@ -55,7 +54,7 @@ class Mailbox:
         """Connects, and registers `name`, which no other receiver may have."""
         self._client = ControlClient(address.named(_SESSION), timeout_s)
         self._name, self._number, self._closed, self._key = name, 0, False, address.key
-        weakref.finalize(self, self._client.drop).atexit = False
+        self._client.drop_with(self)
         try:
             self._client.enter(_scope(name), f"receiver {name}")
             self._client.append(_RECEIVERS, name.encode())
@@ -112,7 +111,7 @@ class MailRoom:
     def __init__(self, address: Address, timeout_s: float) -> None:
         self._client = ControlClient(address.named(_SESSION), timeout_s)
         self._timeout_s, self._key = timeout_s, address.key
-        weakref.finalize(self, self._client.drop).atexit = False
+        self._client.drop_with(self)
         self._sent: dict[str, int] = {}  # requests, by receiver
         self._gone: set[str] = set()
 

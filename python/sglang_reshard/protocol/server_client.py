@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _OF_PROXIES = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
-_REFUSALS: dict[str, type[ReshardError]] = {
-    kind.__name__: kind for kind in (TornWeights, WeightsMissing)
-}  # by what the server calls them
+# By what the server calls them.
+_REFUSALS: dict[str, type[ReshardError]] = {kind.__name__: kind for kind in (TornWeights, WeightsMissing)}
 URL, API_KEY, ADMIN_API_KEY = "SGLANG_RESHARD_URL", "SGLANG_RESHARD_API_KEY", "SGLANG_RESHARD_ADMIN_API_KEY"
 
 _CONNECT_S = 10.0

@@ -45,7 +45,7 @@ class Session(Blobs):
     def __init__(self, client: ControlClient, timeout_s: float, server: ControlServer | None = None) -> None:
         """Ends the connection when this is dropped."""
         super().__init__(client, timeout_s)
-        weakref.finalize(self, client.drop).atexit = False
+        client.drop_with(self)
         self._server = server
         self._stores: dict[int, ControlStore] = {}  # by engine
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
-import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +26,7 @@ from sglang_reshard.extras.snapshots.manifest import MANIFEST, Entry, Snapshot, 
 from sglang_reshard.extras.snapshots.names import CACHE_MARK, DELTA
 from sglang_reshard.extras.snapshots.tensor_files import check_files, check_kinds, check_size
 from sglang_reshard.observability.logs import get_logger
+from sglang_reshard.regular_files import is_folder
 
 logger = get_logger(__name__)
 _PART = 1 << 24
@@ -53,7 +54,6 @@ class Cache:
         except OSError as error:
             raise ReshardError(f"{path} cannot be a cache: {error}") from error
         self._copies = LocalFolder(self.path)
-        self._making = self.path  # the folder of the copy that is being made
         self.read_bytes = 0
 
     def bring(self, folder: Folder, newest: Snapshot, entries: Sequence[Entry]) -> Path:
@@ -69,9 +69,9 @@ class Cache:
             chain = None if present is None else self._chain(folder, present, newest, entries)
             if present is None or chain is None or not self._advanced(folder, chain, self._place(present)):
                 self._check_sizes(folder, newest)
-                with self._new_copy(newest, folder):
+                with self._new_copy(newest, folder) as copy:
                     for name in newest.files:
-                        self._read_whole(folder, newest, name)
+                        self._read_whole(folder, newest, name, copy)
             return self._place(newest)
         except OSError as error:
             raise ReshardError(f"snapshot {newest.name} cannot be stored in the cache {self.path}: {error}") from error
@@ -85,7 +85,7 @@ class Cache:
         for name in self._copies.names():
             with contextlib.suppress(Mismatch):
                 known.append(manifest_in(self._copies, name))
-        known = [snapshot for snapshot in known if _is_folder(self._place(snapshot))]
+        known = [snapshot for snapshot in known if is_folder(self._place(snapshot))]
         newest = max(known, key=lambda snapshot: snapshot.publication, default=None)
         self._clear(keep=newest)
         return newest
@@ -98,19 +98,19 @@ class Cache:
         for path in self.path.iterdir():
             if path.name == CACHE_MARK or (keep is not None and path == self._place(keep)):
                 continue
-            if not _is_folder(path):
+            if not is_folder(path):
                 path.unlink()
             elif path.name.startswith((_COPY, _UNFINISHED)):
                 shutil.rmtree(path)
 
     @contextlib.contextmanager
-    def _new_copy(self, snapshot: Snapshot, folder: Folder) -> Iterator[None]:
-        """Around the making of a copy. Raises Mismatch at its end, naming a file of `folder`, if it is damaged."""
-        copy = self._making = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.path))
+    def _new_copy(self, snapshot: Snapshot, folder: Folder) -> Iterator[Path]:
+        """Yields the folder of a new copy. Raises Mismatch at its end, naming a file of `folder`, if it is damaged."""
+        copy = self.path / f"{_UNFINISHED}{secrets.token_hex(8)}"
+        copy.mkdir()
         try:
-            yield
+            yield copy
             self._check(snapshot, folder, copy)
-            os.chmod(copy, 0o777 & ~_umask())
             write_atomically(copy / MANIFEST, encode(snapshot))
             place = self._place(snapshot)
             if os.path.lexists(place):  # a copy of it that was damaged
@@ -152,35 +152,35 @@ class Cache:
         """Makes a copy along a chain of snapshots from the copy `base`; returns whether that has succeeded."""
         newest = chain[-1]
         try:
-            with self._new_copy(newest, folder):
+            with self._new_copy(newest, folder) as copy:
                 for name in newest.files:
-                    self._advance(folder, chain, name, base)
+                    self._advance(folder, chain, name, base, copy)
         except Mismatch as error:
             logger.warning("%s; snapshot %s is read whole", error, newest.name)
             return False
         return True
 
-    def _advance(self, folder: Folder, chain: Sequence[Snapshot], name: str, base: Path) -> None:
-        """Makes one file: of its last whole version, by the deltas since."""
+    def _advance(self, folder: Folder, chain: Sequence[Snapshot], name: str, base: Path, copy: Path) -> None:
+        """Makes one file of `copy`: of its last whole version, by the deltas since."""
         steps = [step for step in chain if name in step.files]
         whole = max((n for n, step in enumerate(steps) if step.files[name].delta_bytes is None), default=-1)
         if whole >= 0:
-            self._read_whole(folder, steps[whole], name)
+            self._read_whole(folder, steps[whole], name, copy)
         else:
             with self._copies.open(base.name, name) as (opened, nbytes):
-                self._write(self._making / name, opened, nbytes)
+                self._write(copy / name, opened, nbytes)
         for step in steps[whole + 1 :]:
             of = step.files[name]
             with folder.open(step.name, name + DELTA) as (delta, nbytes):
                 if nbytes != of.delta_bytes:
                     raise Mismatch(f"{folder.where(step.name, name + DELTA)} has {nbytes} bytes")
-                apply_delta(delta, self._making / name)
+                apply_delta(delta, copy / name)
             self.read_bytes += nbytes
 
-    def _read_whole(self, folder: Folder, snapshot: Snapshot, name: str) -> None:
+    def _read_whole(self, folder: Folder, snapshot: Snapshot, name: str, copy: Path) -> None:
         with folder.open(snapshot.name, name) as (source, nbytes):
             check_size(nbytes, snapshot.files[name], folder.where(snapshot.name, name))
-            self._write(self._making / name, source, nbytes)
+            self._write(copy / name, source, nbytes)
         self.read_bytes += nbytes
 
     def _write(self, path: Path, source: BinaryIO, nbytes: int) -> None:
@@ -246,13 +246,3 @@ def _claim(path: Path) -> int:
     except OSError:
         logger.warning("%s cannot be locked; make sure that no other follower uses it", path)
     return mark
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

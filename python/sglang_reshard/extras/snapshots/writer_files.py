@@ -16,7 +16,7 @@ from sglang_reshard.digest.checksum import RegionBatch, RegionSpec
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.extras.snapshots.delta_file import write_delta
-from sglang_reshard.extras.snapshots.manifest import DELTA, SnapshotFile, sha256_of
+from sglang_reshard.extras.snapshots.manifest import DELTA, SUM_DIGITS, SnapshotFile, sha256_of
 from sglang_reshard.extras.snapshots.tensor_files import INDEX, MOST_TENSORS
 from sglang_reshard.extras.snapshots.writer_folder import to_disk
 from sglang_reshard.layout.checkpoint_headers import DTYPES
@@ -112,7 +112,7 @@ class SnapshotFiles:
             delta_bytes = write_delta(base / file.name, path, out, units, file.nbytes // 2)
             if delta_bytes is not None:
                 to_disk(out)
-        sums = "".join(f"{tensor:016x}" for tensor in self._sums(file, path))
+        sums = "".join(f"{tensor:0{SUM_DIGITS}x}" for tensor in self._sums(file, path))
         table = hashlib.sha256(file.header).hexdigest()
         return SnapshotFile(file.nbytes, sha256_of(path), delta_bytes, table, sums)
 

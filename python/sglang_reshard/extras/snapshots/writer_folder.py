@@ -36,10 +36,10 @@ from sglang_reshard.extras.snapshots.names import DELTA, LATEST, LIST, MANIFEST,
 from sglang_reshard.extras.snapshots.tensor_files import INDEX, WEIGHTS
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.publication import MOST_PUBLICATION, next_publication
+from sglang_reshard.regular_files import FOLDER_FLAGS, is_folder
 
 logger = get_logger(__name__)
 _POLL_S = 0.05
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TOKEN = re.compile("[0-9a-f]{7}|partial")  # of a writer; 0.1.0 had the second one
 
 
@@ -72,7 +72,7 @@ class SnapshotFolder:
                     "trainer its own folder"
                 )
             self.partial.mkdir()
-            self._lock = os.open(self.partial, _FOLDER)
+            self._lock = os.open(self.partial, FOLDER_FLAGS)
             _lock(self._lock)
 
     def base(self) -> Entry | None:
@@ -175,7 +175,7 @@ class SnapshotFolder:
         Raises Mismatch if it cannot be read now.
         """
         found = listed_or_found(self._reader)
-        present = [entry for entry in found.entries() if _is_folder(self._folder / entry.name)]
+        present = [entry for entry in found.entries() if is_folder(self._folder / entry.name)]
         return SnapshotList.of(present, found.unsettled)
 
     def _settled(self) -> SnapshotList:
@@ -212,9 +212,9 @@ class SnapshotFolder:
         On a file system that does not lock folders, nobody can tell the two apart: all of them stay.
         """
         for path in self._folder.glob(f".{name}.*"):
-            if not _TOKEN.fullmatch(path.name.removeprefix(f".{name}.")) or not _is_folder(path):
+            if not _TOKEN.fullmatch(path.name.removeprefix(f".{name}.")) or not is_folder(path):
                 continue
-            descriptor = os.open(path, _FOLDER)
+            descriptor = os.open(path, FOLDER_FLAGS)
             try:
                 if (is_free := _lock(descriptor)) is False:
                     return path
@@ -264,7 +264,7 @@ class SnapshotFolder:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
         """Keeps other writers out of the list. Yields False on file systems that do not lock folders."""
-        descriptor = os.open(self._folder, _FOLDER & ~os.O_NOFOLLOW)
+        descriptor = os.open(self._folder, FOLDER_FLAGS & ~os.O_NOFOLLOW)
         deadline = time.monotonic() + self._timeout_s
         try:
             while (is_locked := _lock(descriptor)) is False:
@@ -303,7 +303,3 @@ def to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
