@@ -2,10 +2,13 @@
 
     cache_versions.begin(scheduler)    # new weights are live
 
-After an update with flush_cache="by_version" a request that holds no KV cache yet gets a mark in SGLang's `extra_key`,
-the namespace of a request in the radix cache. It reads and extends only what new weights have computed. Requests that
+After an update with flush_cache="by_version" a request that holds no KV cache yet gets a mark before SGLang's
+`extra_key`, the namespace of a request in the radix cache. It reads and extends only what new weights have computed. Requests that
 hold cache, which a pause in place leaves, go on with it, and leave it under the mark that they began with. Nobody reads
 that again, so SGLang's least recently used policy evicts it first.
+
+A client chooses the rest of its `extra_key`. A key that begins like a mark gets the mark of the version, also before the
+first such update, so a key that begins like a mark always begins with one of this module.
 
 Every engine rank marks alike: an update reaches all schedulers of an engine between the same two requests.
 """
@@ -20,7 +23,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
-_MARK = "_reshard_cache_version"  # on a request: what its `extra_key` ends with, or has before what SGLang adds
+_MARK = "_reshard_cache_version"  # on a request: the mark that its `extra_key` begins with
+_BEGIN = "weights "  # of every mark
 _version = 0  # of this scheduler's process
 
 
@@ -54,10 +58,10 @@ def begin(scheduler: Scheduler) -> None:
 
 
 def _mark(request: Req, *_: Any, **__: Any) -> None:
-    if not _version or sglang_versions.holds_kv_cache(request):
+    if sglang_versions.holds_kv_cache(request):
         return
-    before, now = vars(request).get(_MARK, ""), f"|weights {_version}"
-    if before != now:
-        key = request.extra_key or ""
-        request.extra_key = key.replace(before, now) if before else key + now
+    before, now = vars(request).get(_MARK, ""), f"{_BEGIN}{_version}|"
+    key = (request.extra_key or "").removeprefix(before)
+    if before != now and (_version or key.startswith(_BEGIN)):
+        request.extra_key = now + key
         setattr(request, _MARK, now)

@@ -305,3 +305,11 @@ LAZY = (
     InHiddenModule,
     Folded,
 )
+
+
+def forget() -> None:
+    """Clears what layers keep outside of themselves, as in a new process."""
+    global _WIDE
+    _WIDE = None
+    _BY_ID.clear()
+    _transposed.cache_clear()

@@ -32,11 +32,33 @@ def test_nothing_is_marked_before_an_update_asks_for_it():
 def test_requests_without_cache_are_of_the_live_weights():
     waiting, salted = request(), request("salt")
     cache_versions.begin(None)
-    assert (marked(waiting), marked(salted)) == ("|weights 1", "salt|weights 1")
-    assert marked(waiting) == "|weights 1"
+    assert (marked(waiting), marked(salted)) == ("weights 1|", "weights 1|salt")
+    assert marked(waiting) == "weights 1|"
     salted.extra_key += "|elastic"  # added by SGLang
     cache_versions.begin(None)
-    assert (marked(waiting), marked(salted)) == ("|weights 2", "salt|weights 2|elastic")
+    assert (marked(waiting), marked(salted)) == ("weights 2|", "weights 2|salt|elastic")
+
+
+_VERSIONS = 3
+_LIKE_MARKS = [f"{start}weights {n}{end}" for start in ("", "|", "a|") for n in range(4) for end in ("", "|", "|b", "0|")]
+_NESTED = [f"weights {n}|{key}" for n in range(3) for key in (*_LIKE_MARKS, "")]
+
+
+def test_no_key_of_a_client_meets_one_of_another_version_or_of_another_client():
+    keys = [None, "salt", "weights", "weights ", *dict.fromkeys((*_LIKE_MARKS, *_NESTED))]
+    seen = {}
+    for version in range(_VERSIONS):
+        for key in keys:
+            assert seen.setdefault(marked(request(key)), (version, key)) == (version, key)
+        cache_versions.begin(None)
+    assert len(seen) == _VERSIONS * len(keys)
+
+
+def test_a_retracted_request_loses_the_mark_of_its_old_version_only():
+    it = request("weights 1|weights 0|")
+    assert marked(it) == "weights 0|weights 1|weights 0|"
+    cache_versions.begin(None)
+    assert marked(it) == "weights 1|weights 1|weights 0|"
 
 
 def test_a_request_that_holds_cache_keeps_its_version_until_it_is_retracted():
@@ -45,9 +67,9 @@ def test_a_request_that_holds_cache_keeps_its_version_until_it_is_retracted():
     marked(it)
     it.req_pool_idx = 7
     cache_versions.begin(None)
-    assert marked(it) == "|weights 1"
+    assert marked(it) == "weights 1|"
     it.req_pool_idx = None
-    assert marked(it) == "|weights 2"
+    assert marked(it) == "weights 2|"
 
 
 class RadixCacheCpp:

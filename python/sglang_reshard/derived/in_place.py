@@ -8,14 +8,14 @@ weights, is shown before the first update: it has to leave the same bits.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from sglang_reshard.derived.laziness import makers
-from sglang_reshard.derived.loaded_state import Appeared
+from sglang_reshard.derived.laziness import makers, owners
+from sglang_reshard.derived.loaded_state import Change
 from sglang_reshard.torch_private import TorchDispatchMode
 from sglang_reshard.trace import aten_ops
 from sglang_reshard.trace.lazy_tensor import tensors_in
@@ -23,20 +23,21 @@ from sglang_reshard.trace.live import storage_key
 
 
 class Remake(NamedTuple):
-    """A derived tensor, and the method of its owner that makes it."""
+    """A derived tensor, and the method that makes it, of its owner or of the module that has the owner."""
 
-    of: Appeared
+    of: Change
+    guards: tuple[Change, ...]
     tensor: torch.Tensor
-    maker: str
+    maker: Any
 
     def run(self) -> None:
         """Computes the tensor from the live weights, in its memory. Raises RuntimeError if it has another form now."""
-        made, _ = _made(self.of, self.maker, ())
+        made, _ = _made((self.of, *self.guards), self.maker, ())
         if made is not self.tensor:
-            if made is None or _form(made) != _form(self.tensor):
+            if not isinstance(made, torch.Tensor) or _form(made) != _form(self.tensor):
                 raise RuntimeError(
-                    f"{self.maker} no longer computes {self.of.path} with the same shape and dtype; start the engine "
-                    "with disable_cuda_graph=True"
+                    f"{self.maker.__name__} no longer computes {self.of.path} with the same shape and dtype; start the "
+                    "engine with disable_cuda_graph=True"
                 )
             self.tensor.copy_(made)
             self.of.table.put(self.of.key, self.tensor)
@@ -49,44 +50,56 @@ class Rehearsed(NamedTuple):
     refusal: str = ""
 
 
-def rehearse(derived: Appeared, weights: Collection[int]) -> Rehearsed:
-    """Tries the methods that may make `derived`, and leaves everything as it was.
+def rehearse(derived: Change, guards: Sequence[Change], weights: Collection[int]) -> Rehearsed:
+    """Tries the methods that may make `derived`, and leaves everything as it was. A number is never made in place.
 
+    guards   what is restored with it
     weights  storages of all parameters and buffers, by `storage_key`
     """
-    tensor = derived.table.get(derived.key)
-    if not isinstance(tensor, torch.Tensor) or derived.table.kind != "attributes":
+    tensor = derived.value
+    if not isinstance(tensor, (torch.Tensor, float)) or derived.table.kind != "attributes":
         return Rehearsed(refusal="it is not an attribute that a method of the model computes")
+    values = [guard.value for guard in guards]
     refusal = "no method computes it without the inputs of a forward pass"
-    for maker in makers(derived.table.owner, derived.key):
-        if not maker:
-            continue
+    for maker in _makers(derived):
         try:
-            made, of_weights = _made(derived, maker, weights)
+            made, of_weights = _made((derived, *guards), maker, weights)
         except Exception as error:
-            refusal = f"{maker} fails with {type(error).__name__}: {error}"
+            refusal = f"{maker.__name__} fails with {type(error).__name__}: {error}"
             continue
         finally:
             derived.table.put(derived.key, tensor)
-        if made is None:
+            for guard, value in zip(guards, values, strict=True):
+                guard.table.put(guard.key, value)
+        if made is None or made is derived.before:
             continue
         if not of_weights:
             return Rehearsed()
+        if isinstance(made, float) or isinstance(tensor, float):
+            return Rehearsed(refusal=f"{maker.__name__} computes a number, which CUDA graphs have captured")
         if _form(made) == _form(tensor) and _equal(made, tensor):
-            return Rehearsed(Remake(derived, tensor, maker))
-        refusal = f"{maker} computes another tensor from the same weights"
+            return Rehearsed(Remake(derived, tuple(guards), tensor, maker))
+        refusal = f"{maker.__name__} computes another tensor from the same weights"
     return Rehearsed(refusal=refusal)
 
 
-def _made(derived: Appeared, maker: str, weights: Collection[int]) -> tuple[torch.Tensor | None, bool]:
-    """Runs `maker` without the tensor. Returns what it has made, and whether weights are in it."""
-    derived.restore()
-    method = getattr(derived.table.owner, maker)
+def _makers(derived: Change) -> Iterator[Any]:
+    for owner in owners(derived.table):
+        for name in filter(None, makers(owner, derived.key)):
+            yield getattr(owner, name)
+
+
+def _made(changes: Sequence[Change], method: Any, weights: Collection[int]) -> tuple[torch.Tensor | float | None, bool]:
+    """Runs `method` without the first of these. Returns what it has made, and whether weights are in it."""
+    for change in changes:
+        change.restore()
     method = getattr(method, "_torchdynamo_orig_callable", method)
     mode = _Watch(weights)
     with torch.no_grad(), mode, _ended_by_inputs():
         method(*_inputs(method))
-    made = derived.table.get(derived.key)
+    made = changes[0].value
+    if isinstance(made, float):
+        return made, mode.read
     if not isinstance(made, torch.Tensor):
         return None, False
     return made, storage_key(made) in mode.derived
@@ -133,12 +146,16 @@ def _ended_by_inputs() -> Iterator[None]:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes which storages depend on weights. Raises RuntimeError for a write to a weight."""
+    """Notes which storages depend on weights. Raises RuntimeError for a write to a weight.
+
+    read  a number was read from a tensor that depends on weights
+    """
 
     def __init__(self, weights: Collection[int]) -> None:
         super().__init__()
         self._weights = weights
         self.derived: set[int] = set()
+        self.read = False
         self._kept: list[torch.Tensor] = []  # so that no other tensor gets the address
 
     def __torch_dispatch__(
@@ -153,6 +170,7 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **kwargs)
         if of_weights:
             for tensor in out if isinstance(out, (list, tuple)) else (out,):
+                self.read |= isinstance(tensor, (int, float))
                 if isinstance(tensor, torch.Tensor):
                     self.derived.add(storage_key(tensor))
                     self._kept.append(tensor)

@@ -2,38 +2,49 @@
 
 A method that stores an attribute, and checks for it before or is called by one that does, makes it again once it is
 gone: `if self._cached is None: self._cached = ...`. An attribute that is only stored, by a constructor, a loader or
-another object, is not made again.
+another object, is not made again, unless a *guard* that the same function stores is: `if not self._ready: ...`.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from sglang_reshard.derived.loaded_state import Change
 from sglang_reshard.derived.reachable import Table
-from sglang_reshard.trace.code_uses import SETUP, Uses, functions_around, functions_of, methods_of, uses_of
+from sglang_reshard.trace.code_uses import (
+    CELL,
+    GLOBAL,
+    SETUP,
+    Uses,
+    functions_around,
+    functions_of,
+    functions_that_mention,
+    methods_of,
+    uses_of,
+)
+
+_READS_VALUES = {"item", "tolist", "numpy"}  # what makes Python's numbers of tensors
 
 
 def is_lazy(table: Table, key: Any) -> bool:
     """Returns whether code makes the value under `key` again, once it is gone."""
-    if table.kind == "closure":
-        uses = uses_of(table.owner.__code__)
-        return key in uses.loads and key in uses.stores
-    if table.kind == "globals":
-        return any(key in uses.loads and key in uses.stores for uses in functions_of(table.owner))
     if table.kind == "cache":
         return True
     if table.kind == "container":
-        if table.keeper is None:
-            return False
-        owner, attribute = table.keeper
-        functions = functions_of(owner) if isinstance(owner, types.ModuleType) else _methods_for(owner)
-        return any(attribute in uses.loads and uses.fills_containers for uses in functions)
-    return bool(makers(table.owner, key)) or _is_cached_property(type(table.owner), key)
+        return any(u.fills_containers and name in u.loads | u.arguments for u, name in _of_keepers(table))
+    if table.kind == "attributes":
+        if any(makers(owner, key) for owner in owners(table)) or _is_cached_property(type(table.owner), key):
+            return True
+        if isinstance(table.owner, types.FunctionType):
+            return any(key in uses.loads and key in uses.stores for uses in _uses(table))
+        # A name like that is of one class, so a function anywhere that has it is of its package.
+        return _is_private(key) and any(key in u.loads and key in u.stores for u in _elsewhere(table, key))
+    return any(key in uses.loads and _stored(table, key) in uses.stores for uses in _uses(table))
 
 
 def makers(owner: Any, attribute: str) -> list[str]:
@@ -56,17 +67,109 @@ def makers(owner: Any, attribute: str) -> list[str]:
     return found + [""] * helpers
 
 
+def guards(change: Change, changes: Sequence[Change]) -> list[Change]:
+    """Returns those of the changes after whose restoration code makes again what `change` is of."""
+    table, key = change.table, change.key
+    if table.kind not in ("attributes", "class", "globals"):
+        return []
+    uses = [*_uses(table), *(_elsewhere(table, key) if table.kind == "attributes" else ())]
+    made = [u for u in uses if _stored(table, key) in u.stores or (change.how == "written" and key in u.loads)]
+    return [
+        other
+        for other in changes
+        if other.how == "appeared"
+        and (other.key, id(other.table.identity)) != (key, id(table.identity))
+        and any(owner is other.table.owner for owner in owners(table))
+        and any(_stored(other.table, other.key) in u.stores for u in made)
+        and is_lazy(other.table, other.key)
+    ]
+
+
+def may_read(table: Table, key: Any, weights: Collection[str]) -> bool:
+    """Returns whether code that stores the value under `key` also loads a weight, or is not known.
+
+    What is not the model's counts only if code is known.
+
+    weights  names of parameters, without those of their modules
+    """
+    if table.kind in ("container", "cache"):
+        uses = [u for u, attribute in _of_keepers(table) if attribute in u.loads | u.stores]
+    else:
+        uses = [u for u in (*_uses(table), *_elsewhere(table, key)) if _stored(table, key) in u.stores]
+    if not uses:
+        return not table.is_global
+    return any(not (u.loads | u.arguments).isdisjoint(weights) for u in uses)
+
+
+def writes_with(change: Change, weights: Collection[str]) -> bool:
+    """Returns whether code changes a tensor, or stores another one, in a function that loads a weight."""
+    key = change.key
+    stores = [u for u in _uses(change.table) if key in u.stores or u.writes_in_place({key})]
+    return any(not (u.loads | u.arguments).isdisjoint(weights) for u in stores)
+
+
+def is_made_of_values(table: Table, key: Any) -> bool:
+    """Returns whether code that stores a whole number under `key` reads one from a tensor."""
+    return any(key in u.stores and _READS_VALUES & u.loads for u in _uses(table))
+
+
+def _stored(table: Table, key: Any) -> Any:
+    """Returns the name by which `Uses.stores` has the values of a table."""
+    prefix = {"globals": GLOBAL, "closure": CELL}.get(table.kind, "")
+    return f"{prefix}{key}" if prefix else key
+
+
+def owners(table: Table) -> list[Any]:
+    """Returns the objects whose code may keep values in this table."""
+    found = [table.owner, *(owner for owner, _ in table.keepers)]
+    return [one for one in found if not isinstance(one, (torch.Tensor, types.ModuleType))]
+
+
+def _uses(table: Table) -> Iterator[Uses]:
+    """Yields the functions that may make values of a table."""
+    if table.kind == "closure":
+        yield uses_of(table.owner.__code__)
+    elif table.kind == "globals":
+        yield from functions_of(table.owner)
+    else:
+        for owner in owners(table):
+            yield from _methods_for(owner)
+
+
+def _of_keepers(table: Table) -> Iterator[tuple[Uses, str]]:
+    """Yields the functions that may fill a container, or call a cached function, with the name that they know it by."""
+    for owner, attribute in table.keepers:
+        of_module = isinstance(owner, types.ModuleType)
+        for uses in functions_of(owner) if of_module else _methods_for(owner):
+            yield uses, attribute
+
+
+def _elsewhere(table: Table, key: Any) -> Iterator[Uses]:
+    """Yields all functions of the owner's package that have this name."""
+    kind = table.owner if isinstance(table.owner, type) else type(owners(table)[0]) if owners(table) else None
+    for package in dict.fromkeys(base.__module__.partition(".")[0] for base in kind.__mro__) if kind else ():
+        if package not in ("builtins", "torch") and isinstance(key, str):
+            yield from functions_that_mention(package, key)
+
+
 def _methods_for(owner: Any) -> Iterator[Uses]:
-    yield from methods_of(type(owner)).values()
+    kind = owner if isinstance(owner, type) else type(owner)
+    yield from methods_of(kind).values()
+    if isinstance(owner, types.FunctionType):
+        yield uses_of(owner.__code__)
     yield from _helper_methods(owner)
 
 
 def _helper_methods(owner: Any) -> Iterator[Uses]:
     """Yields the methods of objects in attributes, such as quantization methods, and the functions around the class."""
-    for helper in list(getattr(owner, "__dict__", {}).values()):
+    for helper in [] if isinstance(owner, type) else list(getattr(owner, "__dict__", {}).values()):
         if hasattr(helper, "__dict__") and not isinstance(helper, (torch.nn.Module, torch.Tensor, type)):
             yield from methods_of(type(helper)).values()
-    yield from functions_around(type(owner))
+    yield from functions_around(owner if isinstance(owner, type) else type(owner))
+
+
+def _is_private(key: Any) -> bool:
+    return isinstance(key, str) and key.startswith("_") and len(key) > 3
 
 
 def _is_cached_property(kind: type, key: Any) -> bool:

@@ -1,102 +1,133 @@
-"""Remembers a model's state when it has just been loaded, and finds what has appeared since.
+"""Remembers a model's state when it has just been loaded, and finds what differs from it.
 
-Values that appear later were made by a forward pass, or set by the engine: a model that has just been loaded has none
+Values that differ later were made by a forward pass, or set by the engine: a model that has just been loaded has none
 of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from sglang_reshard.derived.laziness import is_lazy
 from sglang_reshard.derived.reachable import MISSING, Table, registers, tables, tensors_in
 from sglang_reshard.trace.live import storage_key
 
 _LOADED = "_reshard_loaded"  # the attribute of a model that has its LoadedState
-_RESTORABLE = (type(None), bool, int, float, str)
+_RESTORABLE = (type(None), bool, int, float, complex, str)
 _OTHER = object()  # a value that is not kept, as it is not restored
+_alive = weakref.ref.__call__
+_version = operator.attrgetter("_version")
 
 
-class Appeared(NamedTuple):
-    """A value that a table did not have when the model had been loaded.
+class Change(NamedTuple):
+    """A value that differs from what the model had when it had been loaded.
 
     before  the value that it had then; `MISSING` if it had none
-    lazy    the model's code makes it again, once it is gone
+    how     "appeared", "replaced" if a tensor was there that no longer is, "written" if the tensor was changed in place
     """
 
     table: Table
     key: Any
     before: Any
-    lazy: bool
+    how: str
 
     @property
     def path(self) -> str:
         return self.table.name(self.key)
 
+    @property
+    def value(self) -> Any:
+        return self.table.get(self.key)
+
     def restore(self) -> None:
-        self.table.put(self.key, self.before)
+        if self.how == "appeared":
+            self.table.put(self.key, self.before)
 
 
 class LoadedState:
     """Records the state of `model` just after loading. Keeps no tensor alive that the model drops later."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._known: dict[int, tuple[Any, dict[Any, Any] | int]] = {}
+        self._known: dict[int, tuple[Any, dict[Any, Any]]] = {}
+        self._held: list[weakref.ref[torch.Tensor]] = []  # tensors whose torch keeps count of writes
         for table in tables(model):
-            values: dict[Any, Any] | int
-            if isinstance(table.entries, list):
-                values = len(table.entries)
-            else:
-                values = {k: v if isinstance(v, _RESTORABLE) or v is MISSING else _OTHER for k, v in table.items()}
+            values = {key: self._remembered(value) for key, value in table.items()}
             # The object is referred to, so that its id stays its own.
             self._known[id(table.identity)] = table.identity, values
+        self.accept()
 
-    def appeared(self, model: torch.nn.Module) -> Iterator[Appeared]:
-        """Yields values that have appeared since and have separate memory: no parameter's, and no known tensor's."""
-        found, known = [], _Memory(model)
+    def _remembered(self, value: Any) -> Any:
+        if isinstance(value, _RESTORABLE):
+            return value
+        if isinstance(value, torch.Tensor) and not value.is_inference():
+            self._held.append(weakref.ref(value))
+            return self._held[-1]
+        return _OTHER
+
+    def accept(self) -> None:
+        """Must be called when new weights are live: later writes to tensors are none of the update."""
+        alive = list(map(_alive, self._held))
+        if type(None) in set(map(type, alive)):
+            self._held = [held for held, tensor in zip(self._held, alive, strict=True) if tensor is not None]
+            alive = list(map(_alive, self._held))
+        self._versions = list(map(_version, alive))
+
+    @property
+    def written(self) -> bool:
+        """Returns whether a tensor was changed in place, as far as torch counts that."""
+        try:
+            return list(map(_version, map(_alive, self._held))) != self._versions
+        except AttributeError:  # one is gone
+            return True
+
+    def changes(self, model: torch.nn.Module) -> Iterator[Change]:
+        """Yields what differs."""
+        found, self._memory = [], set[int]()
+        versions = dict(zip(map(id, map(_alive, self._held)), self._versions, strict=True))
         for table in tables(model):
-            before = self._known.get(id(table.identity))
-            if before is None:
+            if (loaded := self._known.get(id(table.identity))) is None:
                 continue  # what leads to it has appeared
             for key, value in table.items():
-                was = self._value(before[1], key)
-                if was is _OTHER:
-                    known.add(value)
-                elif value is not was and not isinstance(value, _RESTORABLE):
-                    found.append((table, key, was, value))
-        for table, key, was, value in found:
-            if any(not known.has(tensor) for tensor in tensors_in(value)):
-                yield Appeared(table, key, was, is_lazy(table, key) and not self._replaces_parameter(table, key))
+                before = loaded[1].get(key, MISSING)
+                how = self._how(before, value, versions)
+                if how:
+                    found.append(Change(table, key, MISSING if how != "appeared" else before, how))
+                if isinstance(value, torch.Tensor) and how != "appeared":
+                    self._memory.add(storage_key(value))
+        return iter(found)
 
-    def _replaces_parameter(self, table: Table, key: Any) -> bool:
+    def new_tensors(self, change: Change) -> list[torch.Tensor]:
+        """Returns the tensors in a value of `changes` that are in no memory which the model had. Raises nothing."""
+        tensors = tensors_in(change.value, new=self._is_new(change.value))
+        if change.how != "appeared":
+            return list(tensors)
+        return [t for t in tensors if t.numel() and storage_key(t) not in self._memory]
+
+    def _how(self, before: Any, value: Any, versions: Mapping[int, int]) -> str:
+        """Returns how a value differs; empty if it does not."""
+        if isinstance(before, weakref.ref):
+            was: torch.Tensor | None = before()
+            if was is not None and value is was:
+                return "written" if versions.get(id(was), was._version) != was._version else ""
+            same = isinstance(value, torch.Tensor) and was is not None and storage_key(value) == storage_key(was)
+            return "" if same else "replaced"
+        if before is _OTHER or value is before:
+            return ""
+        return "" if type(value) is type(before) and isinstance(value, _RESTORABLE) and value == before else "appeared"
+
+    def _is_new(self, value: Any) -> bool:
+        return isinstance(value, torch.nn.Module) and id(vars(value)) not in self._known
+
+    def replaces_parameter(self, change: Change) -> bool:
         """Returns whether the module had a parameter or buffer of this name: the model does not run without it."""
-        if table.kind != "attributes" or not isinstance(table.owner, torch.nn.Module):
+        if change.table.kind != "attributes" or not isinstance(change.table.owner, torch.nn.Module):
             return False
-        loaded = [self._known.get(id(register), (None, {}))[1] for register in registers(table.owner)]
-        return any(self._value(values, key) is _OTHER for values in loaded)
-
-    @staticmethod
-    def _value(before: dict[Any, Any] | int, key: Any) -> Any:
-        if isinstance(before, int):
-            return _OTHER if key < before else MISSING
-        return before.get(key, MISSING)
-
-
-class _Memory:
-    """Storages that a model had when it had been loaded."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._storages = {storage_key(p) for p in model.parameters()}
-
-    def add(self, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            self._storages.add(storage_key(value))
-
-    def has(self, tensor: torch.Tensor) -> bool:
-        return tensor.numel() == 0 or storage_key(tensor) in self._storages
+        loaded = [self._known.get(id(register), (None, {}))[1] for register in registers(change.table.owner)]
+        return any(isinstance(values.get(change.key), weakref.ref) for values in loaded)
 
 
 def remember_loaded(model: torch.nn.Module) -> None:

@@ -1,7 +1,9 @@
-"""Finds everything that a model keeps values in: attributes, buffers, containers, helper objects, closures, globals.
+"""Finds everything that a model keeps values in.
 
-A `Table` is one of them. `tables` walks from the model over all modules, over the objects, containers and functions in
-their attributes, and over the globals of the Python modules that define their classes.
+A `Table` is one place: attributes, slots, buffers, children, containers, closures, class variables, globals, caches.
+`tables` walks from the model over all modules, and over the objects, containers, functions and parameters that they
+lead to; then over the variables of their classes, and over the globals of the Python modules that define these and of
+those whose functions these import.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ import functools
 import gc
 import sys
 import types
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +22,10 @@ import torch
 
 from sglang_reshard.trace.live import OWN_ATTRIBUTES
 
-_REGISTERS = ("_parameters", "_buffers")
+_REGISTERS = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _DEPTH = 8  # of objects within objects
+_VALUE_DEPTH = 5  # of tensors within a value
 # Packages whose objects keep no state of a model, or state that is not Python's.
 _FOREIGN = frozenset((
     "abc", "ast", "asyncio", "builtins", "collections", "concurrent", "contextlib", "copy", "ctypes",
@@ -31,6 +36,7 @@ _FOREIGN = frozenset((
     "zmq",
 ))  # fmt: skip
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _LruCache = type(functools.lru_cache(len))
 MISSING = object()  # the value of a key that a table does not have
 
@@ -40,177 +46,349 @@ class Table:
     """Values under keys.
 
     path     in the model, for messages
-    owner    the object whose attributes these are, the function whose closure this is, or the container itself
-    entries  the dictionary or list that has the values; for a closure its cells by variable; the function of an
-             lru_cache, all of whose results are one value
-    keeper   the owner and attribute that have a container; None for other tables
-    kind     "attributes", "container", "closure", "globals" or "cache"
+    owner    the object, class or function whose values these are, or the container itself
+    entries  the mapping or sequence that has them; the function of an lru_cache, whose results are one value
+    keepers  owners and attributes that lead to it, the nearest first; the last one is of a module of the model, of a
+             class or of a Python module
+    kind     "attributes", "container", "closure", "class", "globals" or "cache"
     """
 
     path: str
     owner: Any
     entries: Any
     kind: str
-    keeper: tuple[Any, str] | None = None
+    keepers: tuple[tuple[Any, str], ...] = ()
 
     @property
     def identity(self) -> Any:
-        """The object by whose id the table is known again: the cells of a closure are listed again each time."""
-        return self.owner if self.kind == "closure" else self.entries
+        """The object by whose id the table is known again: cells, slots and class variables are listed each time."""
+        return self.owner if isinstance(self.entries, _Named) else self.entries
+
+    @property
+    def has_slots(self) -> bool:
+        return isinstance(self.entries, _Slots)
+
+    @property
+    def is_global(self) -> bool:
+        """Returns whether the values are of the process, and not of one model."""
+        root = self.keepers[-1][0] if self.keepers else self.owner
+        return isinstance(root, (types.ModuleType, type))
 
     def items(self) -> list[tuple[Any, Any]]:
         if self.kind == "cache":
             return [("cache", self.get("cache"))]
-        if isinstance(self.entries, Mapping):
-            if self.kind == "closure":
-                return [(name, _contents(cell)) for name, cell in self.entries.items()]
-            return list(self.entries.items())
-        return list(enumerate(self.entries))
+        return list(self.entries.items() if isinstance(self.entries, Mapping) else enumerate(self.entries))
 
     def get(self, key: Any) -> Any:
         if self.kind == "cache":
-            return list(tensors_in(gc.get_referents(self.entries), 5)) or None
-        if self.kind == "closure":
-            return _contents(self.entries[key])
+            return _results(self.entries)
         if isinstance(self.entries, Mapping):
             return self.entries.get(key, MISSING)
         return self.entries[key] if key < len(self.entries) else MISSING
 
     def put(self, key: Any, value: Any) -> None:
-        """Sets the value of a key; `MISSING` removes it, and of a list all that follow it, too."""
+        """Sets the value of a key; `MISSING` removes it, and of a sequence all that follow it, too."""
         if self.kind == "cache":
             self.entries.cache_clear()
-        elif self.kind == "closure" and value is MISSING:
-            del self.entries[key].cell_contents
-        elif self.kind == "closure":
-            self.entries[key].cell_contents = value
         elif value is not MISSING:
             self.entries[key] = value
         elif isinstance(self.entries, MutableMapping):
             self.entries.pop(key, None)
         else:
-            del self.entries[key:]
+            while len(self.entries) > key:
+                self.entries.pop()
 
     def name(self, key: Any) -> str:
         return f"{self.path}.{key}" if self.path else str(key)
 
 
+class _Named(MutableMapping[str, Any]):
+    """Values that an object has elsewhere than in a dictionary of its own, by name."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __iter__(self) -> Iterator[str]:
+        for name in self.names():
+            try:
+                self[name]
+            except KeyError:
+                continue
+            yield name
+
+    def names(self) -> Iterable[str]:
+        raise NotImplementedError
+
+
+class _Slots(_Named):
+    def names(self) -> Iterable[str]:
+        return _slots(type(self._of))
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self._of, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._of, name, value)  # a frozen dataclass has another
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._of, name)
+
+
+class _Variables(_Named):
+    """Of a class, without its methods and descriptors."""
+
+    def names(self) -> Iterable[str]:
+        of = list(vars(self._of).items())
+        return [n for n, v in of if not n.startswith("__") and (isinstance(v, _FUNCTIONS) or not hasattr(v, "__get__"))]
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self._of)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        type.__setattr__(self._of, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        type.__delattr__(self._of, name)
+
+
+class _Cells(_Named):
+    """Of a function's closure."""
+
+    def names(self) -> Iterable[str]:
+        return tuple(self._of.__code__.co_freevars)
+
+    def _cell(self, name: str) -> types.CellType:
+        cell: types.CellType = self._of.__closure__[self._of.__code__.co_freevars.index(name)]
+        return cell
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cell(name).cell_contents
+        except ValueError:  # assigned later, or never
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cell(name).cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._cell(name).cell_contents
+
+
 def tables(model: torch.nn.Module) -> Iterator[Table]:
     """Yields every table that is reachable from `model`, once."""
-    seen = {id(module) for module in model.modules()}
-    classes: dict[type, None] = {}
-    pending: deque[tuple[str, Any, tuple[Any, str], int]] = deque()
-    for path, module in model.named_modules():
-        classes[type(module)] = None
-        yield from _of_module(path, module, pending)
-    while pending:
-        path, value, keeper, depth = pending.popleft()
-        if id(value) in seen or depth > _DEPTH:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            if attributes := getattr(value, "__dict__", None):
-                yield Table(path, value, attributes, "attributes")
-                _follow(path, attributes.items(), value, depth, pending)
-        elif isinstance(value, torch.nn.Module):  # not registered as a child of any other
-            classes[type(value)] = None
-            for name, module in value.named_modules(prefix=path):
-                seen.add(id(module))
-                yield from _of_module(name, module, pending)
-        elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-            function = _unwrapped(value)
-            if isinstance(value, (types.MethodType, functools.partial)):
-                parts = (getattr(value, "__self__", None), *getattr(value, "args", ()))
-                pending.extend((path, part, keeper, depth + 1) for part in parts if not isinstance(part, _SCALARS))
-            if isinstance(function, types.FunctionType) and function.__closure__ and not _is_foreign(function):
-                cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
-                table = Table(path, function, cells, "closure")
-                yield table
-                _follow(path, table.items(), function, depth, pending)
-        elif isinstance(value, (Mapping, list, tuple, deque, set, frozenset)):
-            if isinstance(value, (MutableMapping, MutableSequence)):
-                yield Table(path, value, value, "container", keeper)
-            items = value.items() if isinstance(value, Mapping) else enumerate(value)
-            _follow(path, items, keeper[0], depth, pending, keeper[1])
-        elif isinstance(attributes := getattr(value, "__dict__", None), dict) and not _is_foreign(type(value)):
-            classes[type(value)] = None
-            yield Table(path, value, attributes, "attributes")
-            _follow(path, attributes.items(), value, depth, pending)
-    bases = dict.fromkeys(base for kind in classes for base in kind.__mro__ if not _is_foreign(base))
-    for base in bases:
-        for name, value in list(vars(base).items()):
+    walk = _Walk()
+    yield from walk.of_modules("", model, ())
+    yield from walk.rest()
+    known: set[type] = set()
+    while classes := [kind for kind in walk.classes if kind not in known]:
+        known.update(classes)
+        for kind in classes:
+            yield Table(kind.__qualname__, kind, _Variables(kind), "class")
+            for name, value in list(vars(kind).items()):
+                if isinstance(value, _LruCache):
+                    yield Table(f"{kind.__qualname__}.{name}", kind, value, "cache", ((kind, name),))
+                elif not name.startswith("__"):
+                    walk.follow(kind.__qualname__, [(name, getattr(value, "__func__", value))], kind, (), _DEPTH // 2)
+        yield from walk.rest()
+    for python_module in _python_modules(known):
+        yield Table(python_module.__name__, python_module, vars(python_module), "globals")
+        for name, value in list(vars(python_module).items()):
+            of_it = getattr(value, "__module__", None) if callable(value) else type(value).__module__
             if isinstance(value, _LruCache):
-                yield Table(f"{base.__qualname__}.{name}", base, value, "cache")
-    for name in dict.fromkeys(base.__module__ for base in bases):
-        if name in sys.modules:
-            yield from _of_globals(sys.modules[name])
+                yield Table(f"{python_module.__name__}.{name}", python_module, value, "cache", ((python_module, name),))
+            elif name.startswith("__"):
+                continue
+            elif isinstance(value, (Mapping, Sequence, Set)) or of_it == python_module.__name__:
+                walk.follow(python_module.__name__, [(name, value)], python_module, (), _DEPTH // 2)
+        yield from walk.rest()
+
+
+class _Walk:
+    """What has been seen, what is still to be opened, and the classes of what was opened."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._alive: list[Any] = []  # so that no other object gets an id of `_seen`
+        self._pending: deque[tuple[str, Any, tuple[tuple[Any, str], ...], int]] = deque()
+        self.classes: dict[type, None] = {}
+
+    def of_modules(self, path: str, root: torch.nn.Module, keepers: tuple[tuple[Any, str], ...]) -> Iterator[Table]:
+        for name, module in root.named_modules(prefix=path):
+            if id(module) in self._seen:
+                continue
+            self._seen.add(id(module))
+            self._note_class(type(module))
+            attributes = vars(module)
+            for register in registers(module):
+                yield Table(name, module, register, "attributes", keepers)
+            yield Table(name, module, attributes, "attributes", keepers)
+            own = [(k, v) for k, v in attributes.items() if k in _HOOKS or not (k in OWN_ATTRIBUTES or _is_ours(k))]
+            for items in (attributes["_parameters"].items(), attributes["_buffers"].items(), own):
+                self.follow(name, items, module, keepers, 0)
+
+    def rest(self) -> Iterator[Table]:
+        """Yields the tables of all that is pending, and of what these lead to."""
+        while self._pending:
+            path, value, keepers, depth = self._pending.popleft()
+            if id(value) in self._seen or depth > _DEPTH:
+                continue
+            if isinstance(value, torch.nn.Module):  # not registered as a child of any other
+                yield from self.of_modules(path, value, keepers)
+                continue
+            self._seen.add(id(value))
+            self._alive.append(value)
+            if not isinstance(value, (*_FUNCTIONS, Mapping, Sequence, Set, torch.Tensor)):
+                self._note_class(type(value))
+            yield from _own_tables(path, value, keepers)
+            # A container is known by the attribute that keeps it.
+            named = keepers[0][1] if keepers and isinstance(value, (Mapping, Sequence, Set)) else ""
+            self.follow(path, parts(value), keepers[0][0] if named else value, keepers, depth, named)
+
+    def follow(
+        self,
+        path: str,
+        items: Iterable[tuple[Any, Any]],
+        owner: Any,
+        keepers: tuple[tuple[Any, str], ...],
+        depth: int,
+        attribute: str = "",
+    ) -> None:
+        for key, value in list(items):
+            if not isinstance(value, _SCALARS) and not isinstance(value, type):
+                name = f"{path}.{key}" if path else str(key)
+                kept = keepers[1:] if attribute else keepers
+                self._pending.append((name, value, ((owner, attribute or str(key)), *kept), depth + 1))
+
+    def _note_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if base not in self.classes and not _is_foreign(base):
+                self.classes[base] = None
+
+
+def _own_tables(path: str, value: Any, keepers: tuple[tuple[Any, str], ...]) -> Iterator[Table]:
+    """Yields the tables that an object is, or has itself."""
+    if isinstance(value, (MutableMapping, MutableSequence)):
+        yield Table(path, value, value, "container", keepers)
+    elif isinstance(value, types.FunctionType) and value.__closure__:
+        yield Table(path, value, _Cells(value), "closure", keepers)
+    if isinstance(value, _FUNCTIONS) or not isinstance(value, (Mapping, Sequence, Set)):
+        if isinstance(attributes := getattr(value, "__dict__", None), dict) and _is_followed(value):
+            yield Table(path, value, attributes, "attributes", keepers)
+        if _slots(type(value)) and _is_followed(value):
+            yield Table(path, value, _Slots(value), "attributes", keepers)
+
+
+def parts(value: Any) -> list[tuple[Any, Any]]:
+    """Returns what an object holds, by key: items, attributes, slots, variables of closures, bound arguments."""
+    if isinstance(value, (*_SCALARS, type, types.ModuleType)):
+        return []
+    if isinstance(value, torch.Tensor):
+        return list(getattr(value, "__dict__", {}).items())
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (Sequence, Set, deque)):
+        return list(enumerate(value)) if not isinstance(value, (bytearray, memoryview, range)) else []
+    if isinstance(value, types.MethodType):
+        return [("__self__", value.__self__), ("__func__", value.__func__)]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if isinstance(value, weakref.ref):
+        return [("referent", value())]
+    if isinstance(value, types.GeneratorType):
+        return list(value.gi_frame.f_locals.items()) if value.gi_frame is not None else []
+    if not _is_followed(value):
+        return []
+    if isinstance(value, types.FunctionType):
+        names = value.__code__.co_varnames[: value.__code__.co_argcount]
+        defaults = zip(reversed(names), reversed(value.__defaults__ or ()), strict=False)
+        cells = _Cells(value).items() if value.__closure__ else ()
+        return [*cells, *defaults, *(value.__kwdefaults__ or {}).items(), *vars(value).items()]
+    attributes = getattr(value, "__dict__", None)
+    return [*(attributes.items() if isinstance(attributes, dict) else ()), *_Slots(value).items()]
+
+
+def _results(cache: Any) -> list[Any] | None:
+    """Returns those results of an lru_cache that hold tensors or numbers."""
+    found = [r for r in gc.get_referents(cache) if r is not vars(cache) and not isinstance(r, (type, *_FUNCTIONS))]
+    arguments = {id(key) for r in found if type(r) is dict for key in r}
+    return [r for r in found if id(r) not in arguments and next(_leaves(r), None) is not None] or None
 
 
 def registers(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """Returns the dictionaries that have a module's parameters and buffers."""
+    """Returns the dictionaries that have a module's parameters, buffers and children."""
     return [vars(module)[register] for register in _REGISTERS]
 
 
-def tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
-    """Yields the tensors in a value: itself, or items and attributes of containers and helper objects."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        for item in list(value.values()):
-            yield from tensors_in(item, depth - 1)
-    elif depth and isinstance(value, (list, tuple, set, frozenset, deque)):
-        for item in list(value):
-            yield from tensors_in(item, depth - 1)
-    elif depth and not isinstance(value, (*_SCALARS, torch.nn.Module, type)) and not callable(value):
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict) and not _is_foreign(type(value)):
-            yield from tensors_in(attributes, depth - 1)
+def tensors_in(value: Any, new: bool = False) -> Iterator[torch.Tensor]:
+    """Yields the tensors in a value: itself, or what it holds. new: also those of a module that it is."""
+    return (found for found in _leaves(value, new) if isinstance(found, torch.Tensor))
 
 
-def _of_module(path: str, module: torch.nn.Module, pending: deque[Any]) -> Iterator[Table]:
-    attributes = vars(module)
-    for register in registers(module):
-        yield Table(path, module, register, "attributes")
-        _follow(path, register.items(), module, 0, pending)
-    yield Table(path, module, attributes, "attributes")
-    _follow(path, ((k, v) for k, v in attributes.items() if k not in OWN_ATTRIBUTES), module, 0, pending)
+def numbers_in(value: Any) -> list[Any]:
+    """Returns the numbers that are not whole in a value: itself, or what it holds. A numpy array counts as one."""
+    return [found for found in _leaves(value) if not isinstance(found, torch.Tensor)]
 
 
-def _of_globals(python_module: types.ModuleType) -> Iterator[Table]:
-    """Yields a Python module's globals, and the containers among them that are not constants of its code."""
-    names = vars(python_module)
-    yield Table(python_module.__name__, python_module, names, "globals")
-    for name, value in list(names.items()):
-        path = f"{python_module.__name__}.{name}"
-        if isinstance(value, (dict, list)) and not name.startswith("__"):
-            yield Table(path, value, value, "container", (python_module, name))
-        elif isinstance(value, _LruCache):
-            yield Table(path, python_module, value, "cache")
+def _leaves(value: Any, new: bool = False) -> Iterator[Any]:
+    """Yields tensors and numbers. new: descends into the module that it is; into no other."""
+    seen: set[int] = set()
+    pending = deque([(value, _VALUE_DEPTH)])
+    if new and isinstance(value, torch.nn.Module):
+        pending = deque((part, _VALUE_DEPTH - 1) for module in value.modules() for part in _of_new(module))
+    while pending:
+        part, depth = pending.popleft()
+        if isinstance(part, (torch.Tensor, float, complex)) or type(part).__module__ == "numpy":
+            yield part
+        if depth and id(part) not in seen and not isinstance(part, torch.nn.Module):
+            seen.add(id(part))
+            pending.extend((inner, depth - 1) for _, inner in parts(part))
 
 
-def _follow(
-    path: str, items: Iterable[tuple[Any, Any]], owner: Any, depth: int, pending: deque[Any], attribute: str = ""
-) -> None:
-    for key, value in list(items):
-        if not isinstance(value, _SCALARS) and not isinstance(value, type):
-            name = f"{path}.{key}" if path else str(key)
-            pending.append((name, value, (owner, attribute or str(key)), depth + 1))
+def _of_new(module: torch.nn.Module) -> list[Any]:
+    own = [v for k, v in vars(module).items() if k not in OWN_ATTRIBUTES]
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False), *own]
+
+
+def _python_modules(classes: Iterable[type]) -> list[types.ModuleType]:
+    """Returns the Python modules of these classes, and those of their package whose functions they import."""
+    found = {sys.modules[kind.__module__]: None for kind in classes if kind.__module__ in sys.modules}
+    for python_module in list(found):
+        package = python_module.__name__.partition(".")[0]
+        for value in list(vars(python_module).values()):
+            name = str(getattr(value, "__module__", "")) if isinstance(value, types.FunctionType) else ""
+            if name.partition(".")[0] == package and name in sys.modules:
+                found[sys.modules[name]] = None
+    return list(found)
+
+
+def _find_slots(kind: type) -> tuple[str, ...]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        declared = vars(base).get("__slots__", ()) if not _is_foreign(base) else ()
+        for name in (declared,) if isinstance(declared, str) else tuple(declared):
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+_slots: Callable[[type], tuple[str, ...]] = functools.cache(_find_slots)
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("_reshard_")
+
+
+def _is_followed(value: Any) -> bool:
+    if isinstance(value, (torch.Tensor, types.SimpleNamespace)):
+        return True
+    return not _is_foreign(value if isinstance(value, _FUNCTIONS) else type(value))
 
 
 def _is_foreign(definition: Any) -> bool:
     return str(getattr(definition, "__module__", "")).partition(".")[0] in _FOREIGN
-
-
-def _unwrapped(function: Any) -> Any:
-    while True:
-        inner = getattr(function, "__func__", None) or getattr(function, "func", None)
-        if inner is None:
-            return function
-        function = inner
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # assigned later, or never
-        return MISSING

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dis
 import functools
+import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,20 +16,35 @@ import torch
 ONCE = ("__init__", "__new__", "__setstate__", "load_", "post_load", "process_weights", "create_weights", "_load_")
 # Methods that somebody else calls, once. Only others of the class may count on them.
 SETUP = ("init", "_init", "set_", "setup", "bind", "configure", "capture", "reserve", "prepare", "register", "reset")
+GLOBAL, CELL = "global ", "cell "  # before stored names that are no attributes
 _BASES = (object, torch.nn.Module)
-_BY_STRING = {"setattr", "getattr", "hasattr", "register_buffer", "__dict__"}
+_STORE_BY_STRING = {"setattr", "register_buffer", "register_parameter", "add_module", "register_module", "__dict__"}
+_BY_STRING = {"getattr", "hasattr"} | _STORE_BY_STRING
 _INTO_CONTAINER = {"setdefault", "append", "update", "insert", "extend", "add"}
+
+
+_WRITES = re.compile(r"(?!requires_grad_|detach_|async_)[a-z]\w*[a-z\d]_|out")  # torch's methods in place, `out=`
 
 
 class Uses(NamedTuple):
     """Names that a function loads and stores, with those of the functions inside it.
 
+    stores            attributes; variables after `GLOBAL` and `CELL`
+
     fills_containers  it puts items into some container
+    fills             attributes whose items it assigns: `self.weight[:] = x`
+    arguments         names of its parameters
     """
 
     loads: frozenset[str]
     stores: frozenset[str]
     fills_containers: bool
+    fills: frozenset[str] = frozenset()
+    arguments: frozenset[str] = frozenset()
+
+    def writes_in_place(self, names: frozenset[str] | set[str]) -> bool:
+        """Returns whether it loads one of these attributes, and changes some tensor in place or that one's items."""
+        return bool(names & self.fills or (names & self.loads and any(map(_WRITES.fullmatch, self.loads))))
 
 
 def _find_methods(kind: type) -> dict[str, Uses]:
@@ -48,17 +64,36 @@ methods_of: Callable[[type], dict[str, Uses]] = functools.cache(_find_methods)
 
 
 @functools.cache
-def functions_of(python_module: types.ModuleType) -> tuple[Uses, ...]:
-    """Returns the functions of a Python module, and the methods of its classes."""
-    found: list[Uses] = []
+def _codes_of(python_module: types.ModuleType) -> tuple[types.CodeType, ...]:
+    """Returns the code of a Python module's functions, and of the methods of its classes."""
+    found: list[types.CodeType] = []
     for name, value in list(vars(python_module).items()):
         if getattr(value, "__module__", "") != python_module.__name__:
             continue  # imported
-        if isinstance(value, type):
-            found += [uses for method, uses in methods_of(value).items() if not method.startswith(SETUP)]
-        elif (code := _code(value)) is not None and not name.startswith((*ONCE, *SETUP)):
-            found.append(uses_of(code))
+        functions = list(vars(value).items()) if isinstance(value, type) else [(name, value)]
+        codes = [_code(function) for of, function in functions if not of.startswith((*ONCE, *SETUP))]
+        found += filter(None, codes)
     return tuple(found)
+
+
+@functools.cache
+def functions_of(python_module: types.ModuleType) -> tuple[Uses, ...]:
+    """Returns the functions of a Python module, and the methods of its classes."""
+    return tuple(map(uses_of, _codes_of(python_module)))
+
+
+def functions_that_mention(package: str, *names: str) -> Iterator[Uses]:
+    """Yields the functions of all imported Python modules of a package whose code has all these names."""
+    for name, python_module in list(sys.modules.items()):
+        if name.partition(".")[0] == package and python_module is not None:
+            yield from (uses_of(code) for code in _codes_of(python_module) if _mentioned(code).issuperset(names))
+
+
+@functools.cache
+def _mentioned(code: types.CodeType) -> frozenset[str]:
+    strings = (constant for constant in code.co_consts if isinstance(constant, str))
+    inner = (_mentioned(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset((*code.co_names, *code.co_freevars, *code.co_cellvars, *strings)).union(*inner)
 
 
 def functions_around(kind: type) -> list[Uses]:
@@ -73,19 +108,26 @@ def functions_around(kind: type) -> list[Uses]:
 
 @functools.cache
 def uses_of(code: types.CodeType) -> Uses:
-    loads, stores, fills = set[str](), set[str](), False
+    loads, stores, fills, filled = set[str](), set[str](), False, set[str]()
+    arguments = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    instructions = list(dis.get_instructions(code))
     strings = {constant for constant in code.co_consts if isinstance(constant, str)}
-    for instruction in dis.get_instructions(code):
+    for at, instruction in enumerate(instructions):
         name = instruction.opname
         if name.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_CLOSURE")):
             loads.add(str(instruction.argval))
-        elif name.startswith(("STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL")):
+        elif name.startswith("STORE_ATTR"):
             stores.add(str(instruction.argval))
-        elif name.startswith("STORE_SUBSCR"):
+        elif name.startswith(("STORE_DEREF", "STORE_GLOBAL")):
+            stores.add((GLOBAL if name == "STORE_GLOBAL" else CELL) + str(instruction.argval))
+        elif name.startswith(("STORE_SUBSCR", "STORE_SLICE")):
             fills = True
+            filled |= _assigned_items(instructions, at)
+        elif name == "KW_NAMES" or (name == "LOAD_CONST" and isinstance(instruction.argval, tuple)):
+            loads |= {"out"} & {one for one in _keywords(code, instruction) if isinstance(one, str)}
     if by_string := loads & _BY_STRING:
         loads |= strings
-        if by_string & {"setattr", "register_buffer", "__dict__"}:
+        if by_string & _STORE_BY_STRING:
             stores |= strings
     fills = fills or bool(loads & _INTO_CONTAINER)
     for constant in code.co_consts:
@@ -94,7 +136,35 @@ def uses_of(code: types.CodeType) -> Uses:
             loads |= inner.loads
             stores |= inner.stores
             fills = fills or inner.fills_containers
-    return Uses(frozenset(loads), frozenset(stores), fills)
+            filled |= inner.fills
+            arguments |= inner.arguments
+    return Uses(frozenset(loads), frozenset(stores), fills, frozenset(filled), frozenset(arguments))
+
+
+def _assigned_items(instructions: list[dis.Instruction], at: int) -> set[str]:
+    """Returns the attribute whose items the instruction at this index assigns, if that is plain."""
+    open_ = 2 if instructions[at].opname == "STORE_SLICE" else 1  # values of the index that are still to be found
+    while at and open_:
+        at -= 1
+        name, arg = instructions[at].opname, instructions[at].arg or 0
+        if name in ("BUILD_SLICE", "BUILD_TUPLE"):
+            open_ += arg - 1
+        elif name in ("LOAD_CONST", "LOAD_FAST"):
+            open_ -= 1
+        else:
+            return set()
+    if at < 2:
+        return set()
+    of, container = (one.argval if one.opname == "LOAD_ATTR" else "" for one in instructions[at - 2 : at])
+    return {str(of if of and container == "data" else container)} - {""}
+
+
+def _keywords(code: types.CodeType, instruction: dis.Instruction) -> tuple[Any, ...]:
+    """Returns the names of the keyword arguments of the next call."""
+    value = instruction.argval
+    if not isinstance(value, tuple):  # Python 3.11 gives their index
+        value = code.co_consts[instruction.arg] if instruction.arg is not None else ()
+    return value if isinstance(value, tuple) else ()
 
 
 def _code(value: Any) -> types.CodeType | None:

@@ -16,7 +16,6 @@ from sglang_reshard.trace.program import Step
 
 UNFOLD = "unfold"  # the description of the steps
 _FLAGS = "_reshard_flags"  # the attribute of a model that has what `remember_built` has found
-_IN_PLACE = {"copy_", "mul_", "div_", "add_", "sub_"}
 
 
 class Flag(NamedTuple):
@@ -77,5 +76,4 @@ def _found(model: torch.nn.Module) -> list[Flag]:
 def _folds_weights(module: torch.nn.Module, flag: str) -> bool:
     """Returns whether a method of `module` sets the attribute `flag` and changes parameters in place."""
     parameters = set(module._parameters)
-    methods = methods_of(type(module))
-    return any(flag in uses.stores and parameters & uses.loads and _IN_PLACE & uses.loads for uses in methods.values())
+    return any(flag in uses.stores and uses.writes_in_place(parameters) for uses in methods_of(type(module)).values())

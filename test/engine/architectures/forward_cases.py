@@ -3,8 +3,10 @@
 Run as a script by test_forwards.py, on SGLang's CPU code paths. One engine rank per fork, by SGLang's own ModelRunner
 in the checkpoint's dtype, with the plugin:
 
-    fresh      loads checkpoint B by stock, and runs a prefill and a decode step
-    updated    loads checkpoint A by stock and does the same, is updated to B, and does it again
+    fresh      loads checkpoint B by stock, and runs a prefill and a decode step, twice
+    again      the same: what differs from `fresh` is of the run and not of the weights
+    updated    loads checkpoint A by stock, runs both steps, is updated to B, and runs them again
+    in place   like `updated`, as where CUDA graphs hold addresses
     unrenewed  like `updated`, but what forward passes have derived from weights stays
 
     forward_cases.py FOLDER [ARCHITECTURE ...]
@@ -14,8 +16,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,12 +30,12 @@ from oracle.digests import digest
 from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.derived import DerivedState
-from sglang_reshard.derived.reachable import tables, tensors_in
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.testing import cpu_host
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights, write_checkpoint
+from support.reachable_state import reachable_state
 from support.scripts import answer
 
 CASE = "case: "
@@ -51,7 +53,7 @@ _CONFIGS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
 
 class Run(NamedTuple):
     architecture: str
-    kind: str  # "fresh", "updated" or "unrenewed"
+    kind: str
     folders: tuple[str, str]
 
 
@@ -61,7 +63,7 @@ class Seen:
 
     logits     digests of a prefill's and a decode step's
     finite     whether all logits are finite numbers
-    reachable  digests of all tensors that the model reaches, by path
+    reachable  digests of all tensors and numbers that the model reaches, by path
     first      `logits`, with checkpoint A
     derived    paths of what was computed again
     remark     what nobody knows about
@@ -88,14 +90,15 @@ def run(job: Run) -> Seen:
 
 def _run(job: Run) -> Seen:
     at_a, at_b = job.folders
-    if job.kind == "fresh":
+    if job.kind in ("fresh", "again"):
         runner = _runner(at_b)
+        _forward(runner)
         logits, finite = _forward(runner)
-        return Seen(logits, finite, _reachable(runner.torch_runner.model))
+        return Seen(logits, finite, reachable_state(runner.torch_runner.model))
     runner = _runner(at_a)
     model = runner.torch_runner.model
     first, _ = _forward(runner)
-    derived = DerivedState(model)
+    derived = DerivedState(model, addresses_stay=job.kind == "in place")
     derived.signature()
     weights = read_weights(at_b)
     specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
@@ -105,7 +108,7 @@ def _run(job: Run) -> Seen:
     else:
         replay(trace(model, specs), weights, derived)
     logits, finite = _forward(runner)
-    return Seen(logits, finite, _reachable(model), first, tuple(a.path for a in derived._lazy), derived.remark)
+    return Seen(logits, finite, reachable_state(model), first, tuple(a.path for a in derived._lazy), derived.remark)
 
 
 def _runner(folder: str) -> Any:
@@ -128,18 +131,6 @@ def _forward(runner: Any) -> tuple[tuple[str, ...], bool]:
     tokens, prefill, batch = runner.extend(requests)
     _, decode = runner.decode(tokens, batch)
     return (digest(prefill), digest(decode)), bool(prefill.isfinite().all() and decode.isfinite().all())
-
-
-def _reachable(model: torch.nn.Module) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for table in tables(model):
-        if table.kind in ("globals", "cache") or table.path.startswith("sglang."):
-            continue  # what the whole process keeps
-        for key, value in table.items():
-            for number, tensor in enumerate(tensors_in(value)):
-                if tensor.device.type != "meta" and tensor.layout is torch.strided and tensor.numel():
-                    found[f"{table.name(key)}/{number}"] = digest(tensor)
-    return found
 
 
 def _written(architecture: Architecture, root: Path) -> Iterator[tuple[str, str]]:
@@ -171,6 +162,7 @@ def _written(architecture: Architecture, root: Path) -> Iterator[tuple[str, str]
 def examine(architecture: Architecture, root: Path) -> dict[str, Any]:
     """Runs in a child; each of its runs in a fork of it."""
     reasons: list[str] = []
+    refused: dict[str, Any] | None = None
     for folders in _written(architecture, root):
         fresh = _in_fork(run, Run(architecture.name, "fresh", folders))
         if fresh.error:
@@ -179,11 +171,25 @@ def examine(architecture: Architecture, root: Path) -> dict[str, Any]:
         if not fresh.finite:
             reasons.append("logits that are no finite numbers")
             continue
-        runs = {kind: _in_fork(run, Run(architecture.name, kind, folders)) for kind in ("updated", "unrenewed")}
-        if (found := verdict(fresh, **runs))["outcome"] != "refused":
+        again, updated, in_place, unrenewed = (
+            _in_fork(run, Run(architecture.name, kind, folders)) for kind in ("again", "updated", "in place", "unrenewed")
+        )
+        same = {name for name, digest in fresh.reachable.items() if again.reachable.get(name) == digest}
+        noise = (fresh.reachable.keys() | again.reachable.keys()) - same
+        fresh, updated, in_place = (_without(noise, one) for one in (fresh, updated, in_place))
+        found = verdict(fresh, updated, unrenewed)
+        where_they_stay = verdict(fresh, in_place, unrenewed)
+        found["in place"] = where_they_stay["outcome"]
+        if where_they_stay["outcome"] == "failed":
+            found |= where_they_stay
+        if found["outcome"] != "refused":
             return found
-        reasons.append(found["why"])
-    return {"outcome": "cannot", "why": next(iter(reasons), "no checkpoint could be written")}
+        refused = refused or found
+    return refused or {"outcome": "cannot", "why": next(iter(reasons), "no checkpoint could be written")}
+
+
+def _without(noise: Collection[str], seen: Seen) -> Seen:
+    return replace(seen, reachable={name: digest for name, digest in seen.reachable.items() if name not in noise})
 
 
 def verdict(fresh: Seen, updated: Seen, unrenewed: Seen) -> dict[str, Any]:
