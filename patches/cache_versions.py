@@ -3,12 +3,13 @@
     cache_versions.begin(scheduler)    # new weights are live
 
 After an update with flush_cache="by_version" a request that holds no KV cache yet gets a mark before SGLang's
-`extra_key`, the namespace of a request in the radix cache. It reads and extends only what new weights have computed. Requests that
-hold cache, which a pause in place leaves, go on with it, and leave it under the mark that they began with. Nobody reads
-that again, so SGLang's least recently used policy evicts it first.
+`extra_key`, the namespace of a request in the radix cache. It reads and extends only what new weights have computed.
+Requests that hold cache, which a pause in place leaves, go on with it, and leave it under the mark that they began
+with.
+Nobody reads that again, so SGLang evicts it first, as least recently used.
 
-A client chooses the rest of its `extra_key`. A key that begins like a mark gets the mark of the version, also before the
-first such update, so a key that begins like a mark always begins with one of this module.
+A client chooses the rest of its `extra_key`. A key that begins like a mark gets the mark of the version, also before
+the first such update, so a key that begins like a mark always begins with one of this module.
 
 Every engine rank marks alike: an update reaches all schedulers of an engine between the same two requests.
 """

@@ -11,7 +11,7 @@ import threading
 import types
 import weakref
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -229,7 +229,7 @@ class InClass(Linear):
 
 
 class InDictionaryOfClass(Linear):
-    by_layer: dict[int, torch.Tensor] = {}
+    by_layer: ClassVar[dict[int, torch.Tensor]] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if id(self) not in self.by_layer:

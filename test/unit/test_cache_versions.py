@@ -40,7 +40,9 @@ def test_requests_without_cache_are_of_the_live_weights():
 
 
 _VERSIONS = 3
-_LIKE_MARKS = [f"{start}weights {n}{end}" for start in ("", "|", "a|") for n in range(4) for end in ("", "|", "|b", "0|")]
+_LIKE_MARKS = [
+    f"{start}weights {n}{end}" for start in ("", "|", "a|") for n in range(4) for end in ("", "|", "|b", "0|")
+]
 _NESTED = [f"weights {n}|{key}" for n in range(3) for key in (*_LIKE_MARKS, "")]
 
 

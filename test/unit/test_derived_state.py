@@ -8,6 +8,8 @@ from torch import nn
 
 from oracle.replay import replay
 from sglang_reshard.derived import DerivedState
+from sglang_reshard.engine.targets import TracedModel
+from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.folded import remember_built
 from sglang_reshard.trace.live_shards import live_shards
@@ -142,6 +144,16 @@ def test_a_tensor_that_replaces_a_parameter_is_left(loaded):
     assert ("0.weight" in derived.remark) == (not loaded)
 
 
+def test_what_sglang_loads_itself_leaves_no_state_of_the_weights_before():
+    layer = deriving.InAttribute()
+    layer.load_weights(weights(0))
+    executor = UpdateExecutor(TracedModel(layer), 0, 1, torch.device("cpu"))
+    layer(X)
+    layer.load_weights(weights(1))
+    executor.written_by_others()
+    assert torch.equal(layer(X), of_fresh(deriving.InAttribute, 1))
+
+
 def test_a_view_of_a_parameter_is_no_derived_state():
     layer = deriving.FromOutside()
     derived = DerivedState(layer)
@@ -155,5 +167,5 @@ def test_without_a_forward_pass_nothing_is_searched_twice(monkeypatch):
     layer = nn.Sequential(*(kind() for kind in deriving.LAZY))
     derived = DerivedState(layer)
     assert derived.signature() == live_signature(layer)
-    monkeypatch.setattr(DerivedState, "_search", lambda _self: pytest.fail("searched again"))
+    monkeypatch.setattr(derived._found, "run", lambda: pytest.fail("searched again"))
     derived.signature()

@@ -6,7 +6,6 @@ of them.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -15,12 +14,11 @@ import torch
 
 from sglang_reshard.derived.reachable import MISSING, Table, registers, tables, tensors_in
 from sglang_reshard.trace.live import storage_key
+from sglang_reshard.trace.live_signature import Writes
 
 _LOADED = "_reshard_loaded"  # the attribute of a model that has its LoadedState
 _RESTORABLE = (type(None), bool, int, float, complex, str)
 _OTHER = object()  # a value that is not kept, as it is not restored
-_alive = weakref.ref.__call__
-_version = operator.attrgetter("_version")
 
 
 class Change(NamedTuple):
@@ -53,47 +51,30 @@ class LoadedState:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._known: dict[int, tuple[Any, dict[Any, Any]]] = {}
-        self._held: list[weakref.ref[torch.Tensor]] = []  # tensors whose torch keeps count of writes
+        self.writes = Writes()
         for table in tables(model):
             values = {key: self._remembered(value) for key, value in table.items()}
             # The object is referred to, so that its id stays its own.
             self._known[id(table.identity)] = table.identity, values
-        self.accept()
+        self.writes.accept()
 
     def _remembered(self, value: Any) -> Any:
         if isinstance(value, _RESTORABLE):
             return value
         if isinstance(value, torch.Tensor) and not value.is_inference():
-            self._held.append(weakref.ref(value))
-            return self._held[-1]
+            return self.writes.watch(value)
         return _OTHER
-
-    def accept(self) -> None:
-        """Must be called when new weights are live: later writes to tensors are none of the update."""
-        alive = list(map(_alive, self._held))
-        if type(None) in set(map(type, alive)):
-            self._held = [held for held, tensor in zip(self._held, alive, strict=True) if tensor is not None]
-            alive = list(map(_alive, self._held))
-        self._versions = list(map(_version, alive))
-
-    @property
-    def written(self) -> bool:
-        """Returns whether a tensor was changed in place, as far as torch counts that."""
-        try:
-            return list(map(_version, map(_alive, self._held))) != self._versions
-        except AttributeError:  # one is gone
-            return True
 
     def changes(self, model: torch.nn.Module) -> Iterator[Change]:
         """Yields what differs."""
         found, self._memory = [], set[int]()
-        versions = dict(zip(map(id, map(_alive, self._held)), self._versions, strict=True))
+        accepted = self.writes.accepted()
         for table in tables(model):
             if (loaded := self._known.get(id(table.identity))) is None:
                 continue  # what leads to it has appeared
             for key, value in table.items():
                 before = loaded[1].get(key, MISSING)
-                how = self._how(before, value, versions)
+                how = self._how(before, value, accepted)
                 if how:
                     found.append(Change(table, key, MISSING if how != "appeared" else before, how))
                 if isinstance(value, torch.Tensor) and how != "appeared":
@@ -107,12 +88,12 @@ class LoadedState:
             return list(tensors)
         return [t for t in tensors if t.numel() and storage_key(t) not in self._memory]
 
-    def _how(self, before: Any, value: Any, versions: Mapping[int, int]) -> str:
+    def _how(self, before: Any, value: Any, accepted: Mapping[int, int]) -> str:
         """Returns how a value differs; empty if it does not."""
         if isinstance(before, weakref.ref):
             was: torch.Tensor | None = before()
             if was is not None and value is was:
-                return "written" if versions.get(id(was), was._version) != was._version else ""
+                return "written" if accepted.get(id(was), was._version) != was._version else ""
             same = isinstance(value, torch.Tensor) and was is not None and storage_key(value) == storage_key(was)
             return "" if same else "replaced"
         if before is _OTHER or value is before:

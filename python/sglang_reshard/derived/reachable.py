@@ -37,6 +37,7 @@ _FOREIGN = frozenset((
 ))  # fmt: skip
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_CONTAINERS = (Mapping, Sequence, Set)
 _LruCache = type(functools.lru_cache(len))
 MISSING = object()  # the value of a key that a table does not have
 
@@ -204,7 +205,7 @@ def tables(model: torch.nn.Module) -> Iterator[Table]:
                 yield Table(f"{python_module.__name__}.{name}", python_module, value, "cache", ((python_module, name),))
             elif name.startswith("__"):
                 continue
-            elif isinstance(value, (Mapping, Sequence, Set)) or of_it == python_module.__name__:
+            elif isinstance(value, _CONTAINERS) or of_it == python_module.__name__:
                 walk.follow(python_module.__name__, [(name, value)], python_module, (), _DEPTH // 2)
         yield from walk.rest()
 
@@ -243,11 +244,11 @@ class _Walk:
                 continue
             self._seen.add(id(value))
             self._alive.append(value)
-            if not isinstance(value, (*_FUNCTIONS, Mapping, Sequence, Set, torch.Tensor)):
+            if not isinstance(value, (*_FUNCTIONS, *_CONTAINERS, torch.Tensor)):
                 self._note_class(type(value))
             yield from _own_tables(path, value, keepers)
             # A container is known by the attribute that keeps it.
-            named = keepers[0][1] if keepers and isinstance(value, (Mapping, Sequence, Set)) else ""
+            named = keepers[0][1] if keepers and isinstance(value, _CONTAINERS) else ""
             self.follow(path, parts(value), keepers[0][0] if named else value, keepers, depth, named)
 
     def follow(
@@ -277,7 +278,7 @@ def _own_tables(path: str, value: Any, keepers: tuple[tuple[Any, str], ...]) -> 
         yield Table(path, value, value, "container", keepers)
     elif isinstance(value, types.FunctionType) and value.__closure__:
         yield Table(path, value, _Cells(value), "closure", keepers)
-    if isinstance(value, _FUNCTIONS) or not isinstance(value, (Mapping, Sequence, Set)):
+    if isinstance(value, _FUNCTIONS) or not isinstance(value, _CONTAINERS):
         if isinstance(attributes := getattr(value, "__dict__", None), dict) and _is_followed(value):
             yield Table(path, value, attributes, "attributes", keepers)
         if _slots(type(value)) and _is_followed(value):
@@ -330,12 +331,15 @@ def tensors_in(value: Any, new: bool = False) -> Iterator[torch.Tensor]:
     return (found for found in _leaves(value, new) if isinstance(found, torch.Tensor))
 
 
-def numbers_in(value: Any) -> list[Any]:
-    """Returns the numbers that are not whole in a value: itself, or what it holds. A numpy array counts as one."""
-    return [found for found in _leaves(value) if not isinstance(found, torch.Tensor)]
+def numbers_in(value: Any, in_objects: bool = True) -> list[Any]:
+    """Returns the numbers that are not whole in a value: itself, or what it holds. A numpy array counts as one.
+
+    in_objects  also in attributes of other objects than containers and functions, such as configurations
+    """
+    return [found for found in _leaves(value, in_objects=in_objects) if not isinstance(found, torch.Tensor)]
 
 
-def _leaves(value: Any, new: bool = False) -> Iterator[Any]:
+def _leaves(value: Any, new: bool = False, in_objects: bool = True) -> Iterator[Any]:
     """Yields tensors and numbers. new: descends into the module that it is; into no other."""
     seen: set[int] = set()
     pending = deque([(value, _VALUE_DEPTH)])
@@ -345,6 +349,8 @@ def _leaves(value: Any, new: bool = False) -> Iterator[Any]:
         part, depth = pending.popleft()
         if isinstance(part, (torch.Tensor, float, complex)) or type(part).__module__ == "numpy":
             yield part
+        if not in_objects and not isinstance(part, (*_FUNCTIONS, *_CONTAINERS, types.GeneratorType)):
+            continue
         if depth and id(part) not in seen and not isinstance(part, torch.nn.Module):
             seen.add(id(part))
             pending.extend((inner, depth - 1) for _, inner in parts(part))

@@ -38,6 +38,7 @@ from sglang_reshard.engine.unread import left_alone_remark, not_ignored
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import (
     Connect,
     DistributedUpdateWeightsOutput,
@@ -48,6 +49,7 @@ from sglang_reshard.protocol.update_channel import WRITING, WRITTEN
 from sglang_reshard.trace.program import Program
 from sglang_reshard.version import check_same_protocol
 
+logger = get_logger(__name__)
 _GIVEN = LoaderNames()
 
 
@@ -171,6 +173,10 @@ class UpdateExecutor:
     def written_by_others(self) -> None:
         """See `WeightReceiver.written_by_others`."""
         self.torn, self._live = "", None
+        try:
+            self._target.renew(model_ran=True)
+        except ReshardError as error:
+            logger.warning("SGLang has loaded weights, and some state may still depend on the old ones: %s", error)
 
     def release_pages(self) -> None:
         """See `WeightReceiver.release_pages`."""

@@ -3,7 +3,7 @@
 `live_signature` walks all modules in Python, which takes tens of milliseconds for thousands of them. `LiveSignature`
 keeps the result of such a walk and compares it column by column (the names of all attributes, the types of all values,
 all addresses), with `map` and `chain` instead of Python code per module. Any difference, even one that does not change
-the signature, leads to a new walk.
+the signature, leads to a new walk. `Writes` notices changes of values, as far as torch counts them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sglang_reshard.sources.memory_identity import MemoryFingerprint
 from sglang_reshard.trace.live import OWN_ATTRIBUTES, live_tensors
 
 _alive = weakref.ref.__call__
+_version = operator.attrgetter("_version")
 _flatten = chain.from_iterable
 _REGISTERS = tuple(map(operator.itemgetter, ("_parameters", "_buffers", "_modules")))
 _values: Callable[[Any], Iterable[Any]] = operator.methodcaller("values")
@@ -114,6 +115,37 @@ class LiveSignature:
 
     def _all_tensors(self, values: Sequence[Any], items: Sequence[Any]) -> list[torch.Tensor]:
         return _pick(values, self._tensors) + _pick(items, self._tensor_items)
+
+
+class Writes:
+    """Notices writes to tensors, as far as torch counts them. Keeps no tensor alive."""
+
+    def __init__(self) -> None:
+        self._watched: list[weakref.ref[torch.Tensor]] = []
+        self._versions: list[int] = []
+
+    def watch(self, tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
+        self._watched.append(weakref.ref(tensor))
+        return self._watched[-1]
+
+    def accept(self) -> None:
+        """Must be called when new weights are live: no forward pass has made the writes until now."""
+        tensors = list(map(_alive, self._watched))
+        if type(None) in set(map(type, tensors)):
+            self._watched = [ref for ref, tensor in zip(self._watched, tensors, strict=True) if tensor is not None]
+            tensors = list(map(_alive, self._watched))
+        self._versions = list(map(_version, tensors))
+
+    @property
+    def changed(self) -> bool:
+        try:
+            return list(map(_version, map(_alive, self._watched))) != self._versions
+        except AttributeError:  # one is gone
+            return True
+
+    def accepted(self) -> dict[int, int]:
+        """Returns the count of each tensor's writes that were accepted, by id."""
+        return dict(zip(map(id, map(_alive, self._watched)), self._versions, strict=True))
 
 
 def _dicts(modules: Sequence[torch.nn.Module]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -90,16 +90,19 @@ def saved() -> dict[str, Any]:
     return json.loads(RESULTS.read_text())["architectures"] if RESULTS.exists() else {}
 
 
-def save_forwards(found: Mapping[str, Any]) -> None:
-    """Saves what forward_cases.py has found, an architecture a line."""
+def save_forwards(found: Mapping[str, Any], newest: Mapping[str, Any]) -> None:
+    """Saves what forward_cases.py has found, an architecture a line, with the pinned SGLang and the newest."""
     head = {"made by": "make test-all", "sglang": version("sglang"), "transformers": version("transformers")}
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    entries = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name])}" for name in sorted(found))
-    FORWARDS.write_text("{\n" + ",\n".join([*lines, f'"architectures": {{\n{entries}\n}}']) + "\n}\n")
+    for key, cases in (("architectures", found), ("newest", newest)):
+        entries = ",\n".join(f"{json.dumps(name)}: {json.dumps(cases[name])}" for name in sorted(cases))
+        lines.append(f'"{key}": {{\n{entries}\n}}')
+    FORWARDS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def saved_forwards() -> dict[str, Any]:
-    return json.loads(FORWARDS.read_text())["architectures"] if FORWARDS.exists() else {}
+def saved_forwards(key: str = "architectures") -> dict[str, Any]:
+    """key: "architectures" of the pinned SGLang, or "newest"."""
+    return json.loads(FORWARDS.read_text()).get(key, {}) if FORWARDS.exists() else {}
 
 
 _COUNTED = {
@@ -140,7 +143,17 @@ def table(found: Mapping[str, Any]) -> str:
             by_reason[entry["why"] or "transformers has no class that would write a checkpoint"].append(name)
     lines += ["", "No checkpoint:", ""]
     lines += [f"- {reason}: {', '.join(names)}" for reason, names in by_reason.items()]
+    lines += ["", "**Forward passes with SGLang 0.5.23.** " + _forwards_of_newest(saved_forwards("newest"))]
     return "\n".join(lines)
+
+
+def _forwards_of_newest(cases: Mapping[str, Any]) -> str:
+    of = {outcome: [name for name, case in cases.items() if case["outcome"] == outcome] for outcome in _WORST_LAST}
+    refused = "".join(f" {name} is refused: {_short(cases[name]['why'])}." for name in of["refused"])
+    return (
+        f"Of {len(cases)} language models, {len(of['passed'])} pass as in the column, {len(of['refused'])} are "
+        f"refused, and {len(of['cannot'])} SGLang's CPU code does not run.{refused}"
+    )
 
 
 def passing() -> dict[str, int]:

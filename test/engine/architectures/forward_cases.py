@@ -14,6 +14,7 @@ in the checkpoint's dtype, with the plugin:
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,6 +30,7 @@ from examination import said
 from oracle.digests import digest
 from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
+from sglang_reshard.cli.plan.sglang_model import publish_arguments
 from sglang_reshard.derived import DerivedState
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.regions import TensorSpec
@@ -108,26 +110,35 @@ def _run(job: Run) -> Seen:
     else:
         replay(trace(model, specs), weights, derived)
     logits, finite = _forward(runner)
-    return Seen(logits, finite, reachable_state(model), first, tuple(a.path for a in derived._lazy), derived.remark)
+    again = tuple(lazy.path for lazy in derived._found.lazy)
+    return Seen(logits, finite, reachable_state(model), first, again, derived.remark)
 
 
 def _runner(folder: str) -> Any:
-    from sglang import bench_one_batch
     from sglang.srt.server_args import PortArgs, ServerArgs
 
+    bench = _bench()
     dtype = json.loads((Path(folder) / "config.json").read_text()).get("dtype", "bfloat16")
     arguments = cpu_host.engine_arguments(dtype=dtype)
     server_args = ServerArgs(model_path=folder, skip_tokenizer_init=True, log_level="error", **arguments)
-    bench_one_batch.get_tokenizer = lambda *_, **__: None
+    bench.get_tokenizer = lambda *_, **__: None
+    publish_arguments(server_args, 0, 0)
+    getattr(bench, "_init_process_global_configs", bool)()
     torch.manual_seed(0)
-    return bench_one_batch.load_model(server_args, PortArgs.init_new(server_args), 0, 0)[0]
+    return bench.load_model(server_args, PortArgs.init_new(server_args), 0, 0)[0]
+
+
+def _bench() -> Any:
+    """SGLang's benchmark of one batch, which runs a model without a scheduler."""
+    try:
+        return importlib.import_module("sglang.benchmark.one_batch")
+    except ModuleNotFoundError:  # before 0.5.20
+        return importlib.import_module("sglang.bench_one_batch")
 
 
 def _forward(runner: Any) -> tuple[tuple[str, ...], bool]:
-    from sglang import bench_one_batch
-
     runner.clear()
-    requests = bench_one_batch.prepare_synthetic_inputs_for_latency_test(len(PROMPTS), len(PROMPTS[0]), PROMPTS)
+    requests = _bench().prepare_synthetic_inputs_for_latency_test(len(PROMPTS), len(PROMPTS[0]), PROMPTS)
     tokens, prefill, batch = runner.extend(requests)
     _, decode = runner.decode(tokens, batch)
     return (digest(prefill), digest(decode)), bool(prefill.isfinite().all() and decode.isfinite().all())
@@ -172,7 +183,8 @@ def examine(architecture: Architecture, root: Path) -> dict[str, Any]:
             reasons.append("logits that are no finite numbers")
             continue
         again, updated, in_place, unrenewed = (
-            _in_fork(run, Run(architecture.name, kind, folders)) for kind in ("again", "updated", "in place", "unrenewed")
+            _in_fork(run, Run(architecture.name, kind, folders))
+            for kind in ("again", "updated", "in place", "unrenewed")
         )
         same = {name for name, digest in fresh.reachable.items() if again.reachable.get(name) == digest}
         noise = (fresh.reachable.keys() | again.reachable.keys()) - same
@@ -221,7 +233,7 @@ def _in_fork(work: Callable[[Any], Any], job: Any) -> Any:
 def main(folder: str, *only: str) -> None:
     cpu_host.activate(1, 1)
     torch.set_num_threads(1)
-    from sglang import bench_one_batch  # noqa: F401
+    _bench()  # imported before forks
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

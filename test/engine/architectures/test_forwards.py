@@ -14,6 +14,7 @@ import pytest
 
 import architecture_results as results
 from forward_cases import CASE, Seen, verdict
+from support import sglangs, zygote
 from support.scripts import run_script
 
 SWEEP = "SGLANG_RESHARD_SWEEP" in os.environ
@@ -21,18 +22,23 @@ SWEEP = "SGLANG_RESHARD_SWEEP" in os.environ
 FEW = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
 SECONDS = 3000 if SWEEP else 1500
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(SECONDS + 100)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(2 * SECONDS + 100)]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    script, folder = Path(__file__).with_name("forward_cases.py"), str(tmp_path_factory.mktemp("forwards"))
-    lines = run_script(script, folder, *(() if SWEEP else FEW), timeout_s=SECONDS)
-    cases = dict(json.loads(line.removeprefix(CASE)) for line in lines if line.startswith(CASE))
+    def cases(folder):
+        script = Path(__file__).with_name("forward_cases.py")
+        lines = run_script(script, str(folder), *(() if SWEEP else FEW), timeout_s=SECONDS)
+        return dict(json.loads(line.removeprefix(CASE)) for line in lines if line.startswith(CASE))
+
+    of_pinned = cases(tmp_path_factory.mktemp("forwards"))
     if SWEEP:
-        results.save_forwards(cases)
+        with sglangs.chosen("newest"):
+            of_newest = cases(tmp_path_factory.mktemp("newest"))
+        results.save_forwards(of_pinned, of_newest)
         results.write_table()
-    return cases
+    return of_pinned
 
 
 @pytest.mark.parametrize("architecture", FEW)
@@ -54,9 +60,11 @@ def test_none_fails(found):
 
 
 def test_what_was_saved_has_no_failure():
-    saved = results.saved_forwards()
-    assert {name: case["why"] for name, case in saved.items() if case["outcome"] == "failed"} == {}
-    assert sum(case["outcome"] == "passed" for case in saved.values()) >= 30
+    for saved in (results.saved_forwards(), results.saved_forwards("newest")):
+        assert {name: case["why"] for name, case in saved.items() if case["outcome"] == "failed"} == {}
+        assert {name: case["left"] for name, case in saved.items() if case.get("left")} == {}
+        assert sum(case["outcome"] == "passed" for case in saved.values()) >= 30
+        assert all(case["in place"] == "passed" for case in saved.values() if case["outcome"] == "passed")
 
 
 def test_a_stale_tensor_and_a_blind_comparison_are_told():
@@ -87,6 +95,17 @@ def test_a_router_says_what_that_of_a_fresh_model_says(routed, architecture, kin
     assert case["says"] != case["before"]
     assert case["stayed"] == (kind == "in place")
     assert case["remark"] == ""
+
+
+@pytest.mark.parametrize("end", sglangs.ENDS)
+def test_what_kernels_of_gpus_keep_is_right_or_refused(end):
+    with sglangs.chosen(end):
+        lines = run_script(Path(__file__).with_name("kept_cases.py"), environment={zygote.VARIABLE: "none"})
+    said = {name: outcomes for name, *outcomes in map(json.loads, lines)}
+    assert said.keys() == {"cutedsl_experts", *(["hyper_connection"] if end == "newest" else [])}
+    for without_graphs, with_graphs in said.values():
+        assert without_graphs == "right"
+        assert with_graphs.startswith("refused: the first forward pass computed ")
 
 
 def test_what_loading_does_to_a_weight_once_is_known_by_its_flag(routed):

@@ -94,6 +94,26 @@ def stage(job: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
+def keys_like_marks(job: dict[str, Any]) -> dict[str, list[int]]:
+    """Clients name their cache as this package does; how much each reads of it before and after an update."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    trainer = Trainer(tiny_model.config(mesh.size(), job["target_tp"]), mesh)
+    sender = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=180)
+    sender.update(trainer.model.named_parameters(), weight_version="old")
+
+    def cached(key: str | None) -> int:
+        body = {"input_ids": list(range(5, 69)), "sampling_params": {"max_new_tokens": 1}, "extra_key": key}
+        answer = httpx.post(f"{job['url']}/generate", json=body, headers={"Authorization": f"Bearer {job['key']}"})
+        return int(answer.json()["meta_info"]["cached_tokens"])
+
+    keys = [None, *(f"{begin}weights {n}{end}" for begin in ("", "|") for n in (1, 2) for end in ("", "|"))]
+    before = [[cached(key) for key in keys] for _ in range(2)]
+    sender.update(trainer.model.named_parameters(), weight_version="new", flush_cache="by_version")
+    after = [[cached(key) for key in keys] for _ in range(2)]
+    sender.close()
+    return {"cold": before[0] + after[0], "warm": before[1] + after[1]}
+
+
 def under_load(job: dict[str, Any]) -> dict[str, Any]:
     """Three updates while clients generate: what each answer and its version were, and what each version says."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))

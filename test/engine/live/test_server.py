@@ -89,6 +89,12 @@ def assert_followed(seen: dict[str, Any]) -> None:
     assert seen["stock"] == {"tokens": good["tokens"], "version": "SGLang's own", "digest": "", "transport": ""}
 
 
+def test_no_client_names_the_cache_of_another_version(server: str, tmp_path: Path) -> None:
+    (seen,) = run_trainers(1, "server_job:keys_like_marks", tmp_path, url=server, key=KEY, target_tp=TP)
+    assert set(seen["cold"]) == {0}
+    assert min(seen["warm"]) > 0, "each finds its own"
+
+
 def test_parameters_that_a_trainer_broadcasts_are_taken_version_by_version(server: str, tmp_path: Path) -> None:
     job = "server_job:stream_parameters"
     _, seen = run_trainers(2, job, tmp_path, url=server, key=KEY, target_tp=TP, port=free_port())

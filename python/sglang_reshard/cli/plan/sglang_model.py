@@ -100,7 +100,7 @@ def build_rank(
             | server_args
         )
     )
-    _publish(args, tp_rank, pp_rank)
+    publish_arguments(args, tp_rank, pp_rank)
     with_known(initialize_moe_config, server_args=args)
     with_known(initialize_fp8_gemm_config, server_args=args)
     with_known(initialize_fp4_gemm_config, server_args=args)
@@ -127,7 +127,7 @@ def build_rank(
     return model
 
 
-def _publish(args: Any, tp_rank: int, pp_rank: int) -> None:
+def publish_arguments(args: Any, tp_rank: int, pp_rank: int) -> None:
     """Makes the arguments those of this process. Newer versions need the rank of the process, too."""
     try:
         from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank

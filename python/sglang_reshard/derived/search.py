@@ -1,0 +1,173 @@
+"""Searches a model for state that was made since it was loaded, and decides what an update does about each.
+
+    lazy     the model's code makes it again once it is gone: it is dropped
+    folds    flags of what a forward pass does to weights in place: they are put back when new weights are live
+    remakes  CUDA graphs hold its address, and a method makes it again in place
+    unknown  nothing shows that it depends on weights, nor that it does not: it is named in a remark
+
+What no code is known to make again, and may depend on weights, is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from sglang_reshard.derived.in_place import Remake, rehearse
+from sglang_reshard.derived.laziness import guards, is_lazy, is_made_of_values, may_read, writes_with
+from sglang_reshard.derived.loaded_state import Change, LoadedState
+from sglang_reshard.derived.reachable import numbers_in, tensors_in
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.observability.logs import get_logger
+from sglang_reshard.trace.folded import Flag
+from sglang_reshard.trace.live import storage_key
+
+logger = get_logger(__name__)
+RESTART = "Start the engine with disable_cuda_graph=True"
+_INDICES = (torch.int32, torch.int64, torch.bool)  # dtypes of what is no function of weights, if no weight has them
+
+
+class Search:
+    """What was found in a model. `loaded`: its parts, with what each had when it had been loaded."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loaded: Sequence[tuple[torch.nn.Module, LoadedState]],
+        flags: Sequence[Flag],
+        addresses_stay: bool,
+    ) -> None:
+        self._model, self._loaded, self._flags, self._addresses_stay = model, loaded, flags, addresses_stay
+        self.lazy: list[Change] = []
+        self.folds: list[Change] = []
+        self.remakes: list[Remake] = []
+        self.unknown: list[str] = []
+        self._judged: set[tuple[int, Any]] = set()  # tables and keys
+
+    def run(self) -> None:
+        """Judges all that differs from when the model had been loaded. Raises Unsupported."""
+        parameters = list(self._model.named_parameters())
+        self._names = {name.rpartition(".")[2] for name, _ in parameters}
+        self._of_weights = {p.dtype for _, p in parameters}
+        self._weights = {storage_key(t) for t in (*self._model.parameters(), *self._model.buffers())}
+        for model, state in self._loaded:
+            changes = list(state.changes(model))
+            for change in changes:
+                key = id(change.table.identity), change.key
+                if key not in self._judged and self._may_hold(state, change):
+                    self._judge(change, changes, state, key)
+
+    def _may_hold(self, state: LoadedState, change: Change) -> bool:
+        """Returns whether something of weights may be in it: not in flags, and not in most whole numbers."""
+        value = change.value
+        if isinstance(value, int) and not isinstance(value, bool):
+            return change.how == "appeared" and is_made_of_values(change.table, change.key)
+        return bool(state.new_tensors(change) or _numbers(change))
+
+    def _judge(self, change: Change, changes: Sequence[Change], state: LoadedState, key: tuple[int, Any]) -> None:
+        of_parameter = state.replaces_parameter(change)
+        if change.how == "written" and isinstance(change.value, torch.nn.Parameter):
+            self._judge_folded(change, changes)
+        elif change.how == "appeared" and not of_parameter and is_lazy(change.table, change.key):
+            if not self._addresses_stay:
+                return self._drop((change, *guards(change, changes)))
+            self._judge_in_place(change, guards(change, changes))
+        elif change.how == "replaced" and isinstance(change.value, torch.nn.Parameter):
+            return  # `_live` sees it, and it is loaded
+        elif (guarding := guards(change, changes)) and not self._addresses_stay:
+            self._drop((change, *guarding))
+        elif guarding and (self._may_depend(change) if change.how == "appeared" else writes_with(change, self._names)):
+            self._refuse_in_place(change, f"it is computed together with {guarding[0].path}")
+        elif change.how == "appeared":
+            self._judge_unknown(state, change, of_parameter)
+        elif self._resembles_weights(change) and writes_with(change, self._names):
+            self._refuse(change, "changed")
+        self._judged.add(key)
+
+    def _drop(self, changes: Iterable[Change]) -> None:
+        """Restores values now and before each update: the model's code makes them again."""
+        for change in changes:
+            change.restore()
+            self.lazy.append(change)
+
+    def _judge_folded(self, change: Change, changes: Sequence[Change]) -> None:
+        """A forward pass has changed a parameter in place."""
+        path = change.table.path
+        if any(flag.is_set and flag.path == path for flag in self._flags):
+            return  # the flag is put back when new weights are live
+        guarding = guards(change, changes)
+        if not guarding or self._addresses_stay:
+            self._refuse(change, "changed")
+        self.folds += guarding
+
+    def _judge_in_place(self, change: Change, guarding: Sequence[Change]) -> None:
+        outcome = rehearse(change, guarding, self._weights - _storages(change))
+        if outcome.remake is not None:
+            self.remakes.append(outcome.remake)
+        elif outcome.refusal and self._may_depend(change):
+            self._refuse_in_place(change, outcome.refusal)
+        elif outcome.refusal and not change.table.is_global:
+            self.unknown.append(change.path)
+
+    def _judge_unknown(self, state: LoadedState, change: Change, of_parameter: bool) -> None:
+        """No code is known to make again what has appeared."""
+        value, held = change.value, state.new_tensors(change)
+        plain = isinstance(value, (float, complex, int, Mapping, Sequence)) or type(value).__module__ == "numpy"
+        if not held and not (plain and _numbers(change)):
+            return
+        if not of_parameter and self._may_depend(change):
+            self._refuse(change, "computed")
+        if held and (not change.table.is_global or self._resembles_weights(change)):
+            self.unknown.append(change.path)
+            logger.warning("%s was set after loading; updates do not write it", change.path)
+
+    def _may_depend(self, change: Change) -> bool:
+        """Returns whether weights may be in it, as far as its shape and the code that stores it tell."""
+        indices = set(_INDICES) - self._of_weights
+        tensors = [t for t in tensors_in(change.value, new=True) if t.dtype not in indices]
+        if not tensors and not _numbers(change) and not isinstance(change.value, int):
+            return False
+        reads = may_read(change.table, change.key, self._names)
+        if change.table.is_global:
+            return reads and (not tensors or self._resembles_weights(change))
+        return reads or self._resembles_weights(change)
+
+    def _resembles_weights(self, change: Change) -> bool:
+        """Returns whether something in it has as many elements as a weight, or is one that was padded."""
+        owner = change.table.owner
+        model = owner if isinstance(owner, torch.nn.Module) else self._model
+        shapes = {tuple(sorted(d for d in p.shape if d != 1)) for p in model.parameters()} - {()}
+        return any(_is_like(tuple(sorted(d for d in t.shape if d != 1)), shapes) for t in tensors_in(change.value))
+
+    def _refuse_in_place(self, change: Change, why: str) -> NoReturn:
+        raise Unsupported(
+            f"the first forward pass computed {change.path} from weights. CUDA graphs hold its address, and it "
+            f"cannot be recomputed in place: {why}. {RESTART}"
+        )
+
+    def _refuse(self, change: Change, what: str) -> NoReturn:
+        raise Unsupported(
+            f"{change.path} was {what} after the engine had loaded its weights. It may depend on them, and no code of "
+            "the model is known to compute it again. To serve new weights, start an engine on their checkpoint. Please "
+            "report the model and the engine's options"
+        )
+
+
+def _numbers(change: Change) -> list[Any]:
+    """Returns numbers that may be of weights. Those of a configuration are not."""
+    return numbers_in(change.value, in_objects=is_made_of_values(change.table, change.key))
+
+
+def _is_like(dims: tuple[int, ...], shapes: Iterable[tuple[int, ...]]) -> bool:
+    return any(
+        math.prod(dims) == math.prod(shape)
+        or (len(dims) == len(shape) and all(s <= d < 2 * s for d, s in zip(dims, shape, strict=True)))
+        for shape in shapes
+    )
+
+
+def _storages(change: Change) -> set[int]:
+    return {storage_key(t) for t in tensors_in(change.value)}
