@@ -1,441 +1,273 @@
-"""Where a model may keep what its first forward pass computes from a weight: one layer for each place.
+"""Layers that keep, in one of many places, one of several values that their first forward pass computes from a weight.
 
-`deriving` has the usual places, this file the others.
+PLACES has the code of each place and VALUES the expression of each value; `layer` compiles a layer of both as a Python
+module of its own, as state may be in its globals.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
-import threading
+import itertools
+import sys
 import types
-import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from textwrap import indent
+
+from support.deriving import Linear
+
+VALUES = {
+    "copy": "weight.float()",
+    "padded": "F.pad(weight.float().t(), (0, 2, 0, 3))",
+    "quantized": "(weight.float() * 10).to(torch.int8)",
+    "rows": "weight.float().sum(1)",
+    "scalar": "weight.float().abs().max()",
+    "number": "weight.float().abs().max().item()",
+    "numbers": "weight.float().sum(1).tolist()",
+}
+
+# Code of a class: what its constructor adds, and its forward pass. `of(weight)` computes the value, `use` computes with
+# it.
+PLACES = {
+    "attribute": ("self._c = None", "if self._c is None: self._c = of(self.weight)\nreturn use(x, self._c)"),
+    "new attribute": ("", "if not hasattr(self, '_c'): self._c = of(self.weight)\nreturn use(x, self._c)"),
+    "attribute by name": (
+        "",
+        "n = '_kept'\nif not hasattr(self, n): setattr(self, n, of(self.weight))\nreturn use(x, getattr(self, n))",
+    ),
+    "attribute of an exception": (
+        "",
+        "try: return use(x, self._c)\nexcept AttributeError: self._c = of(self.weight)\nreturn use(x, self._c)",
+    ),
+    "two attributes": (
+        "self._a = self._b = None",
+        "if self._a is None:\n    self._a = of(self.weight)\n    self._b = self._a\nreturn use(x, self._b)",
+    ),
+    "attribute with a count": (
+        "self._c, self._v = None, -1",
+        "if self._v != 0: self._c, self._v = of(self.weight), 0\nreturn use(x, self._c)",
+    ),
+    "attribute by a method": ("self._c = None", "self.ensure()\nreturn use(x, self._c)"),
+    "cached property": ("", "return use(x, self.kept)"),
+    "attribute of a parameter": (
+        "",
+        "if not hasattr(self.weight, '_c'): self.weight._c = of(self.weight)\nreturn use(x, self.weight._c)",
+    ),
+    "slots": ("self._s = Slots()", "if self._s.c is None: self._s.c = of(self.weight)\nreturn use(x, self._s.c)"),
+    "object": ("self._h = Helper(None)", "return use(x, self._h.get(self.weight))"),
+    "new object": ("self._h = None", "if self._h is None: self._h = Helper(of(self.weight))\nreturn use(x, self._h.c)"),
+    "frozen dataclass": (
+        "self._h = None",
+        "if self._h is None: self._h = Frozen(of(self.weight))\nreturn use(x, self._h.c)",
+    ),
+    "namespace": (
+        "self._n = types.SimpleNamespace(c=None)",
+        "if self._n.c is None: self._n.c = of(self.weight)\nreturn use(x, self._n.c)",
+    ),
+    "thread": (
+        "self._l = threading.local()",
+        "if not hasattr(self._l, 'c'): self._l.c = of(self.weight)\nreturn use(x, self._l.c)",
+    ),
+    "list": ("self._l = []", "if not self._l: self._l.append(of(self.weight))\nreturn use(x, self._l[0])"),
+    "list of None": (
+        "self._l = [None]",
+        "if self._l[0] is None: self._l[0] = of(self.weight)\nreturn use(x, self._l[0])",
+    ),
+    "deque": ("self._l = deque()", "if not self._l: self._l.append(of(self.weight))\nreturn use(x, self._l[0])"),
+    "tuple": (
+        "self._t = (None, 0)",
+        "if self._t[0] is None: self._t = (of(self.weight), 1)\nreturn use(x, self._t[0])",
+    ),
+    "dictionary": (
+        "self._d = {'c': None}",
+        "if self._d['c'] is None: self._d['c'] = of(self.weight)\nreturn use(x, self._d['c'])",
+    ),
+    "dictionary of dictionaries": (
+        "self._d = {'c': {}}",
+        "if x.dtype not in self._d['c']: self._d['c'][x.dtype] = of(self.weight)\nreturn use(x, self._d['c'][x.dtype])",
+    ),
+    "closure": ("self._f = keeping()", "return use(x, self._f(self.weight))"),
+    "lambda": (
+        "self._f = None",
+        "if self._f is None:\n    c = of(self.weight)\n    self._f = lambda y: use(y, c)\nreturn self._f(x)",
+    ),
+    "partial": (
+        "self._f = None",
+        "if self._f is None: self._f = functools.partial(use, c=of(self.weight))\nreturn self._f(x)",
+    ),
+    "generator": (
+        "self._g = None",
+        "if self._g is None: self._g = same(of(self.weight))\nreturn use(x, next(self._g))",
+    ),
+    "hook": ("self.register_forward_pre_hook(hook())", "return x"),
+    "class variable": (
+        "",
+        "if type(self).kept_by_class is None: type(self).kept_by_class = of(self.weight)\n"
+        "return use(x, self.kept_by_class)",
+    ),
+    "dictionary of the class": (
+        "",
+        "d = self.by_dtype\nif x.dtype not in d: self.by_dtype[x.dtype] = of(self.weight)\nreturn use(x, d[x.dtype])",
+    ),
+    "global": ("", "global G\nif G is None: G = of(self.weight)\nreturn use(x, G)"),
+    "global of a function": ("", "return use(x, by_global(self.weight))"),
+    "global of an imported function": ("", "return use(x, imported(self.weight))"),
+    "global dictionary": ("", "if id(self) not in D: D[id(self)] = of(self.weight)\nreturn use(x, D[id(self)])"),
+    "weak dictionary": ("", "if self not in W: W[self] = of(self.weight)\nreturn use(x, W[self])"),
+    "attribute of a function": ("", "return use(x, on_function(self.weight))"),
+    "default argument": ("", "return use(x, in_default(self.weight))"),
+    "cached function": ("", "return use(x, by_weight(self.weight))"),
+    "cached function of the layer": ("", "return use(x, by_layer(self))"),
+    "module without weights": ("self.inner = Inner()", "return self.inner(x, self.weight)"),
+    "new module": (
+        "",
+        "if not hasattr(self, 'made'):\n    made = nn.Linear(6, 6)\n    made.c = of(self.weight)\n"
+        "    self.add_module('made', made)\nreturn use(x, self.made.c)",
+    ),
+    "new parameter": (
+        "",
+        "if 'made' not in self._parameters:\n    made = torch.as_tensor(of(self.weight)).float()\n"
+        "    self.register_parameter('made', nn.Parameter(made, requires_grad=False))\nreturn use(x, self.made)",
+    ),
+    "new forward": ("", "c = of(self.weight)\nself.forward = lambda y: use(y, c)\nreturn use(x, c)"),
+    "buffer": (
+        "self.register_buffer('_c', None)",
+        "if self._c is None: self._c = torch.as_tensor(of(self.weight))\nreturn use(x, self._c)",
+    ),
+    "buffer with a flag": (
+        "self.register_buffer('_c', torch.zeros(80), persistent=False)\nself.ready = False",
+        "if not self.ready:\n    d = torch.as_tensor(of(self.weight)).flatten().float()\n"
+        "    self._c[:d.numel()].copy_(d)\n    self.ready = True\nreturn use(x, self._c)",
+    ),
+    "memory with a flag": (
+        "self.memory = torch.zeros(80)\nself.ready = False",
+        "self.fill()\nreturn use(x, self.memory)",
+    ),
+    "replaced buffer with a flag": (
+        "self.register_buffer('_c', torch.zeros(1), persistent=False)\nself.ready = False",
+        "if not self.ready: self._c, self.ready = torch.as_tensor(of(self.weight)), True\nreturn use(x, self._c)",
+    ),
+    "buffer with a count": (
+        "self.register_buffer('_c', torch.zeros(80), persistent=False)\nself.passes = 0",
+        "if self.passes == 0:\n    d = torch.as_tensor(of(self.weight)).flatten().float()\n"
+        "    self._c[:d.numel()] = d\nself.passes += 1\nreturn use(x, self._c)",
+    ),
+    "weight with a flag": (
+        "self.folded = False",
+        "if not self.folded:\n    self.weight[:] = self.weight * use(2.0, of(self.weight))\n    self.folded = True\n"
+        "return x @ self.weight.float()",
+    ),
+    "weight with a word": (
+        "self.state = 'loaded'",
+        "if self.state == 'loaded':\n    self.weight.mul_(use(2.0, of(self.weight)))\n    self.state = 'folded'\n"
+        "return x @ self.weight.float()",
+    ),
+    "weight alone": (
+        "",
+        "if self not in W:\n    self.weight.mul_(use(2.0, of(self.weight)))\n    W[self] = None\n"
+        "return x @ self.weight.float()",
+    ),
+}
+
+_CODE = """
+import functools, threading, types, weakref
+from collections import deque
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
-
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
-
-from support import imported_state
-from support.deriving import SIZE, Linear
-from support.imported_state import scale_once
-
-
-class OnParameter(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not hasattr(self.weight, "_wide"):
-            self.weight._wide = self.weight.float()
-        return x @ self.weight._wide
-
-
-class Number(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._largest: float | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._largest is None:
-            self._largest = self.weight.float().abs().max().item()
-        return x * self._largest
-
-
-class WholeNumber(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._count: int | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._count is None:
-            self._count = int(self.weight.float().mul(100).sum().item())
-        return x * self._count
-
-
-class NumberWithFlag(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._scale, self._known = 1.0, False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._known:
-            self._scale = self.weight.float().abs().max().item()
-            self._known = True
-        return x * self._scale
-
-
-class Numbers(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._rows: list[float] | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._rows is None:
-            self._rows = self.weight.float().sum(1).tolist()
-        return x * torch.tensor(self._rows)
-
-
-class InNumpy(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._array: np.ndarray | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._array is None:
-            self._array = self.weight.detach().float().numpy().copy()
-        return x @ torch.from_numpy(self._array)
-
-
-class _Slots:
-    __slots__ = ("wide",)
-
-    def __init__(self) -> None:
-        self.wide: torch.Tensor | None = None
-
-
-class InSlots(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._kept = _Slots()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._kept.wide is None:
-            self._kept.wide = self.weight.float()
-        return x @ self._kept.wide
-
-
+from support.deriving import Linear
+G = KEPT = None
+D, W = {{}}, weakref.WeakKeyDictionary()
+def of(weight): return {value}
+def use(x, c):
+    if isinstance(c, list): return x * sum(c)
+    return x * (c.float().abs().sum() if isinstance(c, torch.Tensor) else c)
+class Slots:
+    __slots__ = ("c",)
+    def __init__(self): self.c = None
 @dataclass(frozen=True, slots=True)
-class _Frozen:
-    wide: torch.Tensor
-    name: str = "wide"
-
-
-class InFrozenDataclass(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._kept: _Frozen | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._kept is None:
-            self._kept = _Frozen(self.weight.float())
-        return x @ self._kept.wide
-
-
-class _Pair(NamedTuple):
-    wide: torch.Tensor
-    of: str
-
-
-class InNamedTuple(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._pairs: list[_Pair] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._pairs:
-            self._pairs.append(_Pair(self.weight.float(), "weight"))
-        return x @ self._pairs[0].wide
-
-
-class InDeque(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._queue: collections.deque[torch.Tensor] = collections.deque()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._queue:
-            self._queue.append(self.weight.float())
-        return x @ self._queue[0]
-
-
-class InNestedDictionary(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._by_kind: dict[str, dict[torch.dtype, torch.Tensor]] = {"wide": {}}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = self._by_kind["wide"].get(x.dtype)
-        if wide is None:
-            wide = self._by_kind["wide"].setdefault(x.dtype, self.weight.to(x.dtype))
-        return x @ wide
-
-
-class InNamespace(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._kept = types.SimpleNamespace(wide=None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._kept.wide is None:
-            self._kept.wide = self.weight.float()
-        return x @ self._kept.wide
-
-
-class InThread(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._local = threading.local()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not hasattr(self._local, "wide"):
-            self._local.wide = self.weight.float()
-        return x @ self._local.wide
-
-
-class InLambda(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._apply_once: Any = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._apply_once is None:
-            wide = self.weight.float()
-            self._apply_once = lambda y: y @ wide
-        return self._apply_once(x)
-
-
-class InPartial(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._multiply: Any = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._multiply is None:
-            self._multiply = functools.partial(torch.matmul, other=self.weight.float())
-        return self._multiply(x)
-
-
-class InGenerator(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._stream: Any = None
-
-    def _same(self, wide: torch.Tensor) -> Any:
-        while True:
-            yield wide
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._stream is None:
-            self._stream = self._same(self.weight.float())
-        return x @ next(self._stream)
-
-
-class InClass(Linear):
-    wide: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if InClass.wide is None:
-            InClass.wide = self.weight.float()
-        return x @ InClass.wide
-
-
-class InDictionaryOfClass(Linear):
-    by_layer: ClassVar[dict[int, torch.Tensor]] = {}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if id(self) not in self.by_layer:
-            self.by_layer[id(self)] = self.weight.float()
-        return x @ self.by_layer[id(self)]
-
-
-_BY_LAYER: weakref.WeakKeyDictionary[nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
-
-
-class InWeakDictionary(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self not in _BY_LAYER:
-            _BY_LAYER[self] = self.weight.float()
-        return x @ _BY_LAYER[self]
-
-
-_LARGEST: float | None = None
-
-
-def _largest(weight: torch.Tensor) -> float:
-    global _LARGEST
-    if _LARGEST is None:
-        _LARGEST = weight.float().abs().max().item()
-    return _LARGEST
-
-
-class InGlobalNumber(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * _largest(self.weight)
-
-
+class Frozen:
+    c: object
+class Helper:
+    def __init__(self, c): self.c = c
+    def get(self, weight):
+        if self.c is None: self.c = of(weight)
+        return self.c
+def keeping():
+    c = None
+    def get(w):
+        nonlocal c
+        if c is None: c = of(w)
+        return c
+    return get
+def hook():
+    get = keeping()
+    return lambda layer, args: (use(args[0], get(layer.weight)),)
+def same(c):
+    while True: yield c
+def by_global(w):
+    global KEPT
+    if KEPT is None: KEPT = of(w)
+    return KEPT
+def on_function(w):
+    if not hasattr(on_function, "_c"): on_function._c = of(w)
+    return on_function._c
+def in_default(w, kept={{}}): return kept.setdefault("c", of(w))
 @functools.lru_cache
-def _sum(weight: torch.Tensor) -> float:
-    return weight.float().sum().item()
-
-
-class InCachedNumber(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * _sum(self.weight)
-
-
-class InFunction(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ _kept_on_function(self.weight)
-
-
-def _kept_on_function(weight: torch.Tensor) -> torch.Tensor:
-    if not hasattr(_kept_on_function, "_wide"):
-        _kept_on_function._wide = weight.float()  # type: ignore[attr-defined]
-    return _kept_on_function._wide  # type: ignore[attr-defined, no-any-return]
-
-
-def _kept_in_default(weight: torch.Tensor, kept: dict[str, torch.Tensor] = {}) -> torch.Tensor:  # noqa: B006
-    return kept.setdefault("wide", weight.float())
-
-
-class InDefault(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ _kept_in_default(self.weight)
-
-
-class InImportedModule(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * scale_once(self.weight)
-
-
-class InHook(Linear):
-    def __init__(self) -> None:
+def by_weight(w): return of(w)
+@functools.lru_cache
+def by_layer(layer): return of(layer.weight)
+class Inner(nn.Module):
+    def __init__(self):
         super().__init__()
-        wide: torch.Tensor | None = None
-
-        def multiply(layer: Any, args: Any) -> Any:
-            nonlocal wide
-            if wide is None:
-                wide = layer.weight.float()
-            return (args[0] @ wide,)
-
-        self.register_forward_pre_hook(multiply)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-class InNewModule(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not hasattr(self, "fused"):
-            fused = nn.Linear(SIZE, SIZE, bias=False)
-            fused.weight.data.copy_(self.weight.t())
-            self.add_module("fused", fused)
-        return self.fused(x)
-
-
-class InNewParameter(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if "wide" not in self._parameters:
-            self.register_parameter("wide", nn.Parameter(self.weight.float(), requires_grad=False))
-        return x @ self.wide
-
-
-class InNewForward(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = self.weight.float()
-        self.forward = lambda y: y @ wide  # type: ignore[method-assign]
-        return x @ wide
-
-
-class InReadyBuffer(Linear):
-    def __init__(self) -> None:
+        self._c = None
+    def forward(self, x, w):
+        if self._c is None: self._c = of(w)
+        return use(x, self._c)
+class Layer(Linear):
+    kept_by_class, by_dtype = None, {{}}
+    def __init__(self):
         super().__init__()
-        self.register_buffer("_wide", torch.zeros(SIZE, SIZE), persistent=False)
-        self._ready = False
-
-    def refresh(self) -> None:
-        self._wide.view(SIZE, SIZE).copy_(self.weight.data.t())
-        self._ready = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._ready:
-            self.refresh()
-        return x @ self._wide
-
-
-class InPaddedBuffer(InReadyBuffer):
-    def __init__(self) -> None:
-        super().__init__()
-        self._wide = torch.zeros(SIZE + 2, SIZE)
-
-    def refresh(self) -> None:
-        torch.mul(self.weight, 2, out=self._wide[:SIZE])
-        self._ready = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._ready:
-            self.refresh()
-        return x @ self._wide[:SIZE]
+{init}
+    @functools.cached_property
+    def kept(self): return of(self.weight)
+    def compute(self): return of(self.weight)
+    def ensure(self):
+        if self._c is None: self._c = self.compute()
+    def fill(self):
+        if not self.ready:
+            d = torch.as_tensor(of(self.weight)).flatten().float()
+            self.memory[:d.numel()] = d
+            self.ready = True
+    def forward(self, x):
+{forward}
+"""
+_numbers = itertools.count()
 
 
-class InReplacedBuffer(InReadyBuffer):
-    def refresh(self) -> None:
-        self._wide, self._ready = self.weight.float() * 3, True
+@contextmanager
+def layer(place: str, value: str) -> Iterator[type[Linear]]:
+    """Yields a class that no other test has used."""
+    package = f"derived_pattern_{next(_numbers)}"
+    names = [f"{package}.imported", f"{package}.layer"]
+    modules = [_module(name, _compiled(place, value)) for name in names]
+    vars(modules[1])["imported"] = vars(modules[0])["by_global"]
+    try:
+        yield vars(modules[1])["Layer"]
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
-class InCountedBuffer(InReadyBuffer):
-    """Not a flag but a count says that it was computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._passes = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._passes == 0:
-            self._wide.copy_(self.weight)
-        self._passes += 1
-        return x @ self._wide
+@functools.cache
+def _compiled(place: str, value: str) -> types.CodeType:
+    init, forward = (indent(code or "pass", " " * 8) for code in PLACES[place])
+    return compile(_CODE.format(value=VALUES[value], init=init, forward=forward), f"{place}, {value}", "exec")
 
 
-class FoldedByItems(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._folded = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._folded:
-            with torch.no_grad():
-                self.weight[:] = self.weight * 2
-            self._folded = True
-        return x @ self.weight.float()
-
-
-class FoldedByName(Linear):
-    """The state is a word, and no flag that was False."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._state = "loaded"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._state == "loaded":
-            with torch.no_grad():
-                self.weight.mul_(2)
-            self._state = "folded"
-        return x @ self.weight.float()
-
-
-class FoldedFromOutside(Linear):
-    """Nothing on the layer says that its weight was changed."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self not in _FOLDED:
-            with torch.no_grad():
-                self.weight[:] = self.weight * 2
-            _FOLDED.add(self)
-        return x @ self.weight.float()
-
-
-_FOLDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-PATTERNS = tuple(kind for kind in vars().copy().values() if isinstance(kind, type) and issubclass(kind, Linear))[1:]
-
-
-def forget() -> None:
-    """Clears what layers keep outside of themselves, as in a new process."""
-    global _LARGEST
-    InClass.wide = _LARGEST = imported_state._scale = None
-    for kept in (InDictionaryOfClass.by_layer, _BY_LAYER, _FOLDED, vars(_kept_on_function)):
-        kept.clear()
-    (_kept_in_default.__defaults__ or ())[0].clear()
-    _sum.cache_clear()
+def _module(name: str, code: types.CodeType) -> types.ModuleType:
+    made = sys.modules[name] = types.ModuleType(name)
+    made.__file__ = code.co_filename
+    exec(code, vars(made))
+    return made

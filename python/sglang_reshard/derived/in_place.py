@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_reshard.derived.laziness import makers, owners
+from sglang_reshard.derived.laziness import is_made_of_values, makers, owners
 from sglang_reshard.derived.loaded_state import Change
 from sglang_reshard.torch_private import TorchDispatchMode
 from sglang_reshard.trace import aten_ops
@@ -73,7 +73,7 @@ def rehearse(derived: Change, guards: Sequence[Change], weights: Collection[int]
                 guard.table.put(guard.key, value)
         if made is None or made is derived.before:
             continue
-        if not of_weights:
+        if not of_weights and not is_made_of_values(derived):
             return Rehearsed()
         if isinstance(made, float) or isinstance(tensor, float):
             return Rehearsed(refusal=f"{maker.__name__} computes a number, which CUDA graphs have captured")
@@ -102,7 +102,7 @@ def _made(changes: Sequence[Change], method: Any, weights: Collection[int]) -> t
         return made, mode.read
     if not isinstance(made, torch.Tensor):
         return None, False
-    return made, storage_key(made) in mode.derived
+    return made, mode.read or storage_key(made) in mode.derived
 
 
 class _InputUsed(BaseException):

@@ -25,10 +25,11 @@ from sglang_reshard.trace.code_uses import (
     functions_of,
     functions_that_mention,
     methods_of,
+    names_reached,
     uses_of,
 )
 
-_READS_VALUES = {"item", "tolist", "numpy"}  # what makes Python's numbers of tensors
+_READS_VALUES = frozenset(("item", "tolist", "numpy"))  # what makes Python's numbers of tensors
 
 
 def is_lazy(table: Table, key: Any) -> bool:
@@ -85,32 +86,40 @@ def guards(change: Change, changes: Sequence[Change]) -> list[Change]:
     ]
 
 
-def may_read(table: Table, key: Any, weights: Collection[str]) -> bool:
-    """Returns whether code that stores the value under `key` also loads a weight, or is not known.
+def may_read(change: Change, weights: Collection[str]) -> bool:
+    """Returns whether code that stores or changes the value also loads a weight, or is not known.
 
-    What is not the model's counts only if code is known.
+    Functions outside of classes get weights as arguments of any name. What is not the model's counts only if code is
+    known.
 
     weights  names of parameters, without those of their modules
     """
-    if table.kind in ("container", "cache"):
-        uses = [u for u, attribute in _of_keepers(table) if attribute in u.loads | u.stores]
-    else:
-        uses = [u for u in (*_uses(table), *_elsewhere(table, key)) if _stored(table, key) in u.stores]
-    if not uses:
+    makers, table = _making(change), change.table
+    if not makers:
         return not table.is_global
-    return any(not (u.loads | u.arguments).isdisjoint(weights) for u in uses)
+    of_class = table.kind in ("attributes", "class") and not table.is_global
+    return any(
+        not names_reached(uses).isdisjoint(weights) or (not of_class and uses.arguments - {"self", "cls"})
+        for uses in makers
+    )
 
 
-def writes_with(change: Change, weights: Collection[str]) -> bool:
-    """Returns whether code changes a tensor, or stores another one, in a function that loads a weight."""
-    key = change.key
-    stores = [u for u in _uses(change.table) if key in u.stores or u.writes_in_place({key})]
-    return any(not (u.loads | u.arguments).isdisjoint(weights) for u in stores)
+def is_made_of_values(change: Change) -> bool:
+    """Returns whether code that stores a number reads one from a tensor."""
+    return any(not names_reached(uses).isdisjoint(_READS_VALUES) for uses in _making(change))
 
 
-def is_made_of_values(table: Table, key: Any) -> bool:
-    """Returns whether code that stores a whole number under `key` reads one from a tensor."""
-    return any(key in u.stores and _READS_VALUES & u.loads for u in _uses(table))
+def _making(change: Change) -> list[Uses]:
+    """Returns the functions that store or change a value."""
+    table, key = change.table, change.key
+    if table.kind == "cache":
+        code = getattr(table.entries.__wrapped__, "__code__", None)
+        return [uses_of(code)] if code is not None else []
+    if table.kind == "container":
+        return [u for u, name in _of_keepers(table) if u.fills_containers and name in u.loads | u.arguments]
+    uses = [*_uses(table), *(_elsewhere(table, key) if change.how == "appeared" else ())]
+    stored = _stored(table, key)
+    return [u for u in uses if stored in u.stores or (change.how == "written" and u.writes_in_place({key}))]
 
 
 def _stored(table: Table, key: Any) -> Any:

@@ -17,7 +17,7 @@ from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.live_signature import Writes
 
 _LOADED = "_reshard_loaded"  # the attribute of a model that has its LoadedState
-_RESTORABLE = (type(None), bool, int, float, complex, str)
+_SCALARS = (type(None), bool, int, float, complex, str)
 _OTHER = object()  # a value that is not kept, as it is not restored
 
 
@@ -59,11 +59,9 @@ class LoadedState:
         self.writes.accept()
 
     def _remembered(self, value: Any) -> Any:
-        if isinstance(value, _RESTORABLE):
-            return value
-        if isinstance(value, torch.Tensor) and not value.is_inference():
-            return self.writes.watch(value)
-        return _OTHER
+        if isinstance(value, torch.Tensor):
+            return _OTHER if value.is_inference() else self.writes.watch(value)
+        return _OTHER if isinstance(value, torch.nn.Module) else value
 
     def changes(self, model: torch.nn.Module) -> Iterator[Change]:
         """Yields what differs."""
@@ -77,14 +75,15 @@ class LoadedState:
                 how = self._how(before, value, accepted)
                 if how:
                     found.append(Change(table, key, MISSING if how != "appeared" else before, how))
-                if isinstance(value, torch.Tensor) and how != "appeared":
+                loaded_anew = how == "replaced" and isinstance(value, torch.nn.Parameter)
+                if isinstance(value, torch.Tensor) and (how in ("", "written") or loaded_anew):
                     self._memory.add(storage_key(value))
         return iter(found)
 
     def new_tensors(self, change: Change) -> list[torch.Tensor]:
-        """Returns the tensors in a value of `changes` that are in no memory which the model had. Raises nothing."""
+        """Returns the tensors in a value of `changes`, but for those in memory that the model had."""
         tensors = tensors_in(change.value, new=self._is_new(change.value))
-        if change.how != "appeared":
+        if change.how == "written":
             return list(tensors)
         return [t for t in tensors if t.numel() and storage_key(t) not in self._memory]
 
@@ -98,7 +97,10 @@ class LoadedState:
             return "" if same else "replaced"
         if before is _OTHER or value is before:
             return ""
-        return "" if type(value) is type(before) and isinstance(value, _RESTORABLE) and value == before else "appeared"
+        if isinstance(value, _SCALARS) and type(value) is type(before) and value == before:
+            return ""
+        cached = type(value) is list is type(before)  # results of a cache are listed each time
+        return "" if cached and list(map(id, value)) == list(map(id, before)) else "appeared"
 
     def _is_new(self, value: Any) -> bool:
         return isinstance(value, torch.nn.Module) and id(vars(value)) not in self._known

@@ -11,13 +11,13 @@ What no code is known to make again, and may depend on weights, is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from sglang_reshard.derived.in_place import Remake, rehearse
-from sglang_reshard.derived.laziness import guards, is_lazy, is_made_of_values, may_read, writes_with
+from sglang_reshard.derived.laziness import guards, is_lazy, is_made_of_values, may_read
 from sglang_reshard.derived.loaded_state import Change, LoadedState
 from sglang_reshard.derived.reachable import numbers_in, tensors_in
 from sglang_reshard.errors import Unsupported
@@ -64,7 +64,7 @@ class Search:
         """Returns whether something of weights may be in it: not in flags, and not in most whole numbers."""
         value = change.value
         if isinstance(value, int) and not isinstance(value, bool):
-            return change.how == "appeared" and is_made_of_values(change.table, change.key)
+            return change.how == "appeared" and is_made_of_values(change)
         return bool(state.new_tensors(change) or _numbers(change))
 
     def _judge(self, change: Change, changes: Sequence[Change], state: LoadedState, key: tuple[int, Any]) -> None:
@@ -79,11 +79,11 @@ class Search:
             return  # `_live` sees it, and it is loaded
         elif (guarding := guards(change, changes)) and not self._addresses_stay:
             self._drop((change, *guarding))
-        elif guarding and (self._may_depend(change) if change.how == "appeared" else writes_with(change, self._names)):
+        elif guarding and (self._may_depend(change) if change.how == "appeared" else may_read(change, self._names)):
             self._refuse_in_place(change, f"it is computed together with {guarding[0].path}")
         elif change.how == "appeared":
             self._judge_unknown(state, change, of_parameter)
-        elif self._resembles_weights(change) and writes_with(change, self._names):
+        elif self._resembles_weights(change) and may_read(change, self._names):
             self._refuse(change, "changed")
         self._judged.add(key)
 
@@ -114,10 +114,7 @@ class Search:
 
     def _judge_unknown(self, state: LoadedState, change: Change, of_parameter: bool) -> None:
         """No code is known to make again what has appeared."""
-        value, held = change.value, state.new_tensors(change)
-        plain = isinstance(value, (float, complex, int, Mapping, Sequence)) or type(value).__module__ == "numpy"
-        if not held and not (plain and _numbers(change)):
-            return
+        held = state.new_tensors(change)
         if not of_parameter and self._may_depend(change):
             self._refuse(change, "computed")
         if held and (not change.table.is_global or self._resembles_weights(change)):
@@ -126,21 +123,23 @@ class Search:
 
     def _may_depend(self, change: Change) -> bool:
         """Returns whether weights may be in it, as far as its shape and the code that stores it tell."""
+        reads, numbers = may_read(change, self._names), bool(_numbers(change)) or isinstance(change.value, int)
+        alike = self._resembles_weights(change) or (numbers and is_made_of_values(change))
+        if change.table.is_global:  # what many functions use, such as memory to compute in
+            return reads and alike
+        return alike or (reads and (numbers or bool(self._of_floats(change))))
+
+    def _of_floats(self, change: Change) -> list[torch.Tensor]:
+        """Returns the tensors in it, without those that count or index."""
         indices = set(_INDICES) - self._of_weights
-        tensors = [t for t in tensors_in(change.value, new=True) if t.dtype not in indices]
-        if not tensors and not _numbers(change) and not isinstance(change.value, int):
-            return False
-        reads = may_read(change.table, change.key, self._names)
-        if change.table.is_global:
-            return reads and (not tensors or self._resembles_weights(change))
-        return reads or self._resembles_weights(change)
+        return [t for t in tensors_in(change.value, new=True) if t.dtype not in indices]
 
     def _resembles_weights(self, change: Change) -> bool:
-        """Returns whether something in it has as many elements as a weight, or is one that was padded."""
+        """Returns whether some tensor in it has the shape of a weight, padded or not, or of a row, or is a scale."""
         owner = change.table.owner
-        model = owner if isinstance(owner, torch.nn.Module) else self._model
-        shapes = {tuple(sorted(d for d in p.shape if d != 1)) for p in model.parameters()} - {()}
-        return any(_is_like(tuple(sorted(d for d in t.shape if d != 1)), shapes) for t in tensors_in(change.value))
+        shapes = _shapes(owner.parameters()) if isinstance(owner, torch.nn.Module) else set()
+        shapes = shapes or _shapes(self._model.parameters())
+        return any(_is_like(tensor, shapes) for tensor in self._of_floats(change))
 
     def _refuse_in_place(self, change: Change, why: str) -> NoReturn:
         raise Unsupported(
@@ -158,12 +157,20 @@ class Search:
 
 def _numbers(change: Change) -> list[Any]:
     """Returns numbers that may be of weights. Those of a configuration are not."""
-    return numbers_in(change.value, in_objects=is_made_of_values(change.table, change.key))
+    return numbers_in(change.value, in_objects=is_made_of_values(change))
 
 
-def _is_like(dims: tuple[int, ...], shapes: Iterable[tuple[int, ...]]) -> bool:
+def _shapes(tensors: Iterable[torch.Tensor]) -> set[tuple[int, ...]]:
+    return {tuple(sorted(d for d in t.shape if d != 1)) for t in tensors} - {()}
+
+
+def _is_like(tensor: torch.Tensor, shapes: Iterable[tuple[int, ...]]) -> bool:
+    if tensor.numel() == 1:
+        return tensor.item() not in (0, 1)  # these are no scales
+    (dims,) = _shapes([tensor])
     return any(
-        math.prod(dims) == math.prod(shape)
+        tensor.numel() == math.prod(shape)
+        or (len(dims) == 1 and dims[0] in shape)
         or (len(dims) == len(shape) and all(s <= d < 2 * s for d, s in zip(dims, shape, strict=True)))
         for shape in shapes
     )

@@ -17,6 +17,7 @@ ONCE = ("__init__", "__new__", "__setstate__", "load_", "post_load", "process_we
 # Methods that somebody else calls, once. Only others of the class may count on them.
 SETUP = ("init", "_init", "set_", "setup", "bind", "configure", "capture", "reserve", "prepare", "register", "reset")
 GLOBAL, CELL = "global ", "cell "  # before stored names that are no attributes
+_CALLS = 2  # of functions by functions, that are followed
 _BASES = (object, torch.nn.Module)
 _STORE_BY_STRING = {"setattr", "register_buffer", "register_parameter", "add_module", "register_module", "__dict__"}
 _BY_STRING = {"getattr", "hasattr"} | _STORE_BY_STRING
@@ -34,6 +35,7 @@ class Uses(NamedTuple):
     fills_containers  it puts items into some container
     fills             attributes whose items it assigns: `self.weight[:] = x`
     arguments         names of its parameters
+    file              that has its code
     """
 
     loads: frozenset[str]
@@ -41,6 +43,7 @@ class Uses(NamedTuple):
     fills_containers: bool
     fills: frozenset[str] = frozenset()
     arguments: frozenset[str] = frozenset()
+    file: str = ""
 
     def writes_in_place(self, names: frozenset[str] | set[str]) -> bool:
         """Returns whether it loads one of these attributes, and changes some tensor in place or that one's items."""
@@ -90,6 +93,27 @@ def functions_that_mention(package: str, *names: str) -> Iterator[Uses]:
 
 
 @functools.cache
+def names_reached(uses: Uses) -> frozenset[str]:
+    """Returns the names that a function loads or has as parameters, and those of the functions in its file it calls."""
+    functions = _functions_by_name(uses.file)
+    reached, called = uses.loads | uses.arguments, uses.loads
+    for _ in range(_CALLS):
+        inner = [one for name in called & functions.keys() for one in functions[name]]
+        called = frozenset[str]().union(*(one.loads for one in inner)) - reached
+        reached = reached.union(*(one.loads | one.arguments for one in inner))
+    return reached
+
+
+@functools.cache
+def _functions_by_name(file: str) -> dict[str, list[Uses]]:
+    found: dict[str, list[Uses]] = {}
+    for python_module in [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == file]:
+        for code in _codes_of(python_module):
+            found.setdefault(code.co_name, []).append(uses_of(code))
+    return found
+
+
+@functools.cache
 def _mentioned(code: types.CodeType) -> frozenset[str]:
     strings = (constant for constant in code.co_consts if isinstance(constant, str))
     inner = (_mentioned(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
@@ -106,8 +130,12 @@ def functions_around(kind: type) -> list[Uses]:
     ]
 
 
-@functools.cache
 def uses_of(code: types.CodeType) -> Uses:
+    return _uses_of(code, code.co_filename)  # codes of two files may be equal
+
+
+@functools.cache
+def _uses_of(code: types.CodeType, file: str) -> Uses:
     loads, stores, fills, filled = set[str](), set[str](), False, set[str]()
     arguments = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     instructions = list(dis.get_instructions(code))
@@ -138,7 +166,7 @@ def uses_of(code: types.CodeType) -> Uses:
             fills = fills or inner.fills_containers
             filled |= inner.fills
             arguments |= inner.arguments
-    return Uses(frozenset(loads), frozenset(stores), fills, frozenset(filled), frozenset(arguments))
+    return Uses(frozenset(loads), frozenset(stores), fills, frozenset(filled), frozenset(arguments), file)
 
 
 def _assigned_items(instructions: list[dis.Instruction], at: int) -> set[str]:
