@@ -95,6 +95,30 @@ def test_all_layouts_are_verified(mesh_shape, engines, kind):
     assert len({end.digest for (end,) in ends} - {""}) == 1
 
 
+def train_apart(trainer):
+    """Every trainer rank passes all tensors whole. One of the names means another tensor on trainer rank 1."""
+    weights = {name: tensor.clone() for name, tensor in checkpoint(1).items()}
+    weights["q.weight"] += trainer.rank
+    sender = WeightSender.over(trainer.group, trainer.send, transport="p2p", timeout_s=30)
+    with pytest.raises(TornWeights) as told:
+        sender.update(weights.items(), partial=True, verify="full")
+    sender.close()
+    return str(told.value)
+
+
+def serve_apart(rank, size, requests):
+    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, torch.device("cpu"))
+    for request in requests:
+        requests.answer(receiver.update(request))
+
+
+def test_one_name_of_two_tensors_is_told_from_damage():
+    told, _ = run_world(2, 2, train_apart, serve_apart)
+    for said in told:
+        assert "Trainer ranks 0, 1 pass the same elements of q.weight, and their values differ" in said
+        assert "network" not in said
+
+
 def test_casts_are_accounted_for():
     arguments = (3,), "fsdp", "ipc", [{"verify": "full"}], None, None, torch.bfloat16
     ends, engines = run_world(3, 2, train, serve, *arguments)
