@@ -3,8 +3,8 @@
 A router may keep its weight in float32, an attention its padded sinks, a layer the product of two scales: the first
 forward pass computes them and keeps them in an attribute, a closure or a cache. An update drops them. The next forward
 pass computes them from the new weights by the model's own code, as in an engine that has just started. Where CUDA
-graphs hold their addresses, the update computes them again in place (`in_place`). What no code of the model computes
-again is refused, if it may depend on weights.
+graphs hold their addresses, the update computes them again in place (`in_place`). An update is refused if
+no code of the model computes such state again.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class DerivedState:
 
 @dataclass(slots=True)
 class Watched:
-    """What may change in some tables, compared column by column as `LiveSignature` does it.
+    """Values in some tables, compared column by column as `LiveSignature` does it.
 
     mappings, keys  where a value is that is no function: in a dictionary, the variables of a class, a list
     objects, names  the same, for slots, and for the cells of closures that are filled

@@ -89,8 +89,8 @@ def guards(change: Change, changes: Sequence[Change]) -> list[Change]:
 def may_read(change: Change, weights: Collection[str]) -> bool:
     """Returns whether code that stores or changes the value also loads a weight, or is not known.
 
-    Functions outside of classes get weights as arguments of any name. What is not the model's counts only if code is
-    known.
+    Functions outside of classes get weights as arguments of any name. Unknown code counts for state of the model only,
+    and not for globals.
 
     weights  names of parameters, without those of their modules
     """
@@ -123,7 +123,7 @@ def _making(change: Change) -> list[Uses]:
 
 
 def _stored(table: Table, key: Any) -> Any:
-    """Returns the name by which `Uses.stores` has the values of a table."""
+    """Returns the name of a value in `Uses.stores`."""
     prefix = {"globals": GLOBAL, "closure": CELL}.get(table.kind, "")
     return f"{prefix}{key}" if prefix else key
 

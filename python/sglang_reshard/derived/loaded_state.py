@@ -22,7 +22,7 @@ _OTHER = object()  # a value that is not kept, as it is not restored
 
 
 class Change(NamedTuple):
-    """A value that differs from what the model had when it had been loaded.
+    """A value that differs from the model's when it had been loaded.
 
     before  the value that it had then; `MISSING` if it had none
     how     "appeared", "replaced" if a tensor was there that no longer is, "written" if the tensor was changed in place

@@ -104,7 +104,7 @@ class Table:
 
 
 class _Named(MutableMapping[str, Any]):
-    """Values that an object has elsewhere than in a dictionary of its own, by name."""
+    """Values that an object has elsewhere than in its dictionary, by name."""
 
     def __init__(self, of: Any) -> None:
         self._of = of
@@ -211,7 +211,7 @@ def tables(model: torch.nn.Module) -> Iterator[Table]:
 
 
 class _Walk:
-    """What has been seen, what is still to be opened, and the classes of what was opened."""
+    """A walk: the objects that it has seen, those that it has still to open, and the classes of those it has opened."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -234,7 +234,7 @@ class _Walk:
                 self.follow(name, items, module, keepers, 0)
 
     def rest(self) -> Iterator[Table]:
-        """Yields the tables of all that is pending, and of what these lead to."""
+        """Yields the tables of all that is pending, and those that they lead to."""
         while self._pending:
             path, value, keepers, depth = self._pending.popleft()
             if id(value) in self._seen or depth > _DEPTH:
@@ -327,12 +327,12 @@ def registers(module: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def tensors_in(value: Any, new: bool = False) -> Iterator[torch.Tensor]:
-    """Yields the tensors in a value: itself, or what it holds. new: also those of a module that it is."""
+    """Yields the tensors in a value: itself, or those that it holds. new: also those of a module that it is."""
     return (found for found in _leaves(value, new) if isinstance(found, torch.Tensor))
 
 
 def numbers_in(value: Any, in_objects: bool = True) -> list[Any]:
-    """Returns the numbers that are not whole in a value: itself, or what it holds. A numpy array counts as one.
+    """Returns the numbers that are not whole in a value: itself, or those that it holds. A numpy array counts as one.
 
     in_objects  also in attributes of other objects than containers and functions, such as configurations
     """

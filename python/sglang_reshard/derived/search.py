@@ -1,11 +1,11 @@
-"""Searches a model for state that was made since it was loaded, and decides what an update does about each.
+"""Searches a model for state that was made since it was loaded, and decides how an update treats each.
 
     lazy     the model's code makes it again once it is gone: it is dropped
-    folds    flags of what a forward pass does to weights in place: they are put back when new weights are live
+    folds    a forward pass has set these flags and changed weights in place: they are put back with new weights
     remakes  CUDA graphs hold its address, and a method makes it again in place
     unknown  nothing shows that it depends on weights, nor that it does not: it is named in a remark
 
-What no code is known to make again, and may depend on weights, is refused.
+An update is refused if no code is known to make the state again, and it may depend on weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INDICES = (torch.int32, torch.int64, torch.bool)  # dtypes of what is no functi
 
 
 class Search:
-    """What was found in a model. `loaded`: its parts, with what each had when it had been loaded."""
+    """The state that was found in a model. `loaded`: its parts, each with its state when it had been loaded."""
 
     def __init__(
         self,

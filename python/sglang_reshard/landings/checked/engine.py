@@ -72,7 +72,9 @@ class Checked(LandingAround):
 
 
 def _cause(index: TensorIndex, differing: Sequence[int]) -> str:
-    """Returns what to do about tensors of which one trainer rank was read, and another one may have been compared."""
+    """Returns the likely cause, and its fix. Of tensors with replicas, the engine may have read another one than the
+    trainer has compared.
+    """
     held = [max((shard.ranks for shard in index.tensor_class(t).shard_map.shards), key=len) for t in differing]
     if not held or not all(len(ranks) > 1 for ranks in held):
         return "Repeat the update; if it happens again, suspect this host's memory or its network"
