@@ -27,7 +27,8 @@ A request of an update passes:
     draft_models.py             with the draft models of speculative decoding, and their workers' copies
                                 (draft_copies.py)
     lora_adapters.py            or a LoRA adapter, which lora_names.py registers: also by a `WeightReceiver`;
-                                lora_missing_experts.py clears the experts that it lacks
+                                lora_trial.py tries before whether SGLang can load all of it;
+                                lora_missing_experts.py clears the experts and the embedding that it lacks
 
 sglang_versions.py handles the differences between SGLang's versions, supported_engine.py recognises engines that cannot
 be updated, hook_check.py checks that every process has these patches, engine_rank.py numbers an engine's processes,

@@ -23,7 +23,7 @@ from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import ReceivedAdapter
 from sglang_reshard.errors import EngineRefused, Mismatch
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.patches import lora_missing_experts
+from sglang_reshard.patches import lora_missing_experts, lora_trial
 from sglang_reshard.patches.lora_names import reference
 from sglang_reshard.protocol.messages import LoraAdapter
 
@@ -42,10 +42,12 @@ class _AdapterTensors(ReceivedAdapter):
         self._manager, self.adapter = manager, adapter
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
-        """Raises Mismatch for tensors that are not of an adapter of this rank."""
+        """Raises Mismatch for tensors that are not of an adapter of this rank, or that SGLang would not serve."""
         rank = json.loads(self.adapter.config)["r"]
         for spec in specs:
             _check_tensor(spec, rank)
+        if reason := lora_trial.refusal(self._manager, self.adapter, specs):
+            raise Mismatch(reason)
 
     def use(self) -> None:
         # SGLang keeps host tensors as they are, and this memory is written again.
@@ -120,6 +122,8 @@ def _install(manager: LoRAManager, adapter: LoraAdapter, tensors: dict[str, torc
         loaded = manager.load_lora_adapter_from_tensors(reference(adapter), tensors, config)
         if not loaded.success:
             raise EngineRefused(f"SGLang did not load the LoRA adapter {adapter.name}: {loaded.error_message}")
+    embeddings = manager.loras[lora_id].embedding_layers
+    embeddings |= lora_missing_experts.embedding_zeros(manager, embeddings, config["r"])
     if (slot := pool.uid_to_buffer_id.pop(lora_id, None)) is not None:
         pool.buffer_id_to_uid[slot] = EMPTY_SLOT
         pool.eviction_policy.remove(lora_id)

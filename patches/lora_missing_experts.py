@@ -1,13 +1,15 @@
-"""sglang.srt.lora.mem_pool: gives an adapter zeros for the experts' matrices that it does not have.
+"""sglang.srt.lora.mem_pool: gives an adapter zeros for the experts' and the embedding's matrices that it does not have.
 
 SGLang 0.5.12 writes nothing into the experts' part of a slot for an adapter without them. Requests would be computed
 with the matrices of the adapter that had the slot before; 0.5.23 clears them. Zeros for one expert are enough, as
 SGLang clears the slot before it writes the experts that an adapter has.
+
+Both leave the head's part of a slot as it was for an adapter of the embedding only, and the other way round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,17 @@ def zeros(manager: LoRAManager, tensors: Mapping[str, torch.Tensor], rank: int) 
         if not _has(tensors, name, projection)
         for matrix, shape in _shapes(manager, layer, module, projection, rank)
     }
+
+
+def embedding_zeros(manager: LoRAManager, held: Iterable[str], rank: int) -> dict[str, torch.Tensor]:
+    """Returns one matrix, of zeros, for the embedding or the head if an adapter that holds these has the other only."""
+    pool, found = manager.memory_pool, {}
+    names = " ".join(held)
+    if "lm_head" in names and manager.embed_tokens_module is not None and "embed_tokens" not in names:
+        found["embed_tokens.lora_embedding_B"] = torch.zeros(pool.embedding_B_buffer["embed_tokens"].shape[-2], rank)
+    if "embed_tokens" in names and manager.lm_head_module is not None and "lm_head" not in names:
+        found["lm_head.lora_A.weight"] = torch.zeros(rank, pool.lm_head_A_buffer["lm_head"].shape[-1])
+    return found
 
 
 def _layers_of_experts(manager: LoRAManager) -> Iterator[tuple[int, str, Any]]:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.patches import torn_weights
-from sglang_reshard.protocol.messages import LoraAdapter
+from sglang_reshard.patches import torn_weights, weights_info
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, LoraAdapter
+from sglang_reshard.shown_names import some_names
 
 if TYPE_CHECKING:
     from sglang.srt.lora.lora_registry import LoRARef
@@ -36,6 +37,22 @@ def refusal(manager: TokenizerManager, adapter: LoraAdapter) -> str:
             f"them before you send {adapter.name}"
         )
     return ""
+
+
+def counted_twice(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> str:
+    """Returns why requests would get an adapter twice, as it is merged into the weights; empty if they would not."""
+    if request.lora is not None:
+        merged, also = weights_info.merged(manager), request.lora.name
+    else:
+        serves = request.merged and manager.server_args.enable_lora
+        merged, also = request.merged, some_names(list(manager.lora_registry.get_all_adapters())) if serves else ""
+    if not (merged and also):
+        return ""
+    return (
+        f"the LoRA adapters {some_names(merged)} are merged into the weights, and requests for {also} would get an "
+        "adapter on top of them. Call unmerge_adapter() and send base_tensors(model), or unload the engine's adapters "
+        "and send merged weights only"
+    )
 
 
 def with_lora_id(manager: TokenizerManager, adapter: LoraAdapter) -> LoraAdapter:

@@ -249,6 +249,8 @@ def _refusal(manager: TokenizerManager, request: DistributedUpdateWeightsReq) ->
         )
     if request.lora is not None and (reason := lora_names.refusal(manager, request.lora)):
         return reason
+    if reason := lora_names.counted_twice(manager, request):
+        return reason
     if request.weight_version is not None and request.weight_version == sglang_versions.weight_version(manager):
         return (
             f"the engine's weights are already version {request.weight_version!r}; "

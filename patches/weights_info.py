@@ -44,6 +44,8 @@ _LIVE = "_reshard_live"  # on the manager: request and output of the update that
 _VERSIONS = "_reshard_versions"  # on the manager: parameter -> weight_version, where it is not that of the others
 _OTHERS = "_reshard_others"  # on the manager: version of the others; empty where that is the engine's weight_version
 _WHOLE = "_reshard_whole_load"  # on the manager: SGLang's last load from disk has filled every parameter
+_MERGED = "_reshard_merged"  # on the manager: LoRA adapters that are merged into the live weights but those kept then
+_NONE_MERGED: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 _DRAFTS = "draft.*"
 _MANAGER = "sglang.srt.managers.tokenizer_manager"
 
@@ -82,8 +84,17 @@ def record(
     setattr(manager, _VERSIONS, versions)
     setattr(manager, _OTHERS, "")
     setattr(manager, _LIVE, (request, output))
+    unwritten = set(output.kept) - set(getattr(manager, _MERGED, _NONE_MERGED)[1])
+    if request.merged or not unwritten:
+        setattr(manager, _MERGED, (request.merged, output.kept))
     set_publication(manager, max(request.publication, publication(manager)))
     return output
+
+
+def merged(manager: TokenizerManager) -> tuple[str, ...]:
+    """Returns the LoRA adapters that an update has merged into weights that may still be live."""
+    found: tuple[str, ...] = getattr(manager, _MERGED, _NONE_MERGED)[0]
+    return found
 
 
 def _has_drafts(manager: TokenizerManager) -> bool:
@@ -176,6 +187,7 @@ def clear(manager: TokenizerManager, since: str = "an update by SGLang") -> None
     Which ones is unknown, so all have a version that no other weights have, until an update writes them.
     """
     _forget(manager)
+    setattr(manager, _MERGED, _NONE_MERGED)
     setattr(manager, _VERSIONS, {})
     setattr(manager, _OTHERS, _unknown(since))
 

@@ -29,6 +29,7 @@ PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 SAMPLING = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LOADER = "trainers.lora_served_job.write_slots"
+SPOIL = "trainers.lora_served_job.spoil_slots"
 CONFIG = tiny_qwen3(tie_word_embeddings=False)
 
 
@@ -41,6 +42,18 @@ def write_slots(model: nn.Module, named_tensors: Any) -> None:
                 for slot, tensor in enumerate(pool):
                     slots.setdefault(slot, []).append(digest(tensor))
     write_json(list(slots.values()), named_tensors)
+
+
+def spoil_slots(model: nn.Module, named_tensors: Any) -> None:
+    """A custom weight loader: no adapter can be loaded into a slot any more; called again, it can."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("spoilt")
+
+    for module in model.modules():
+        if vars(module).pop("slice_lora_a_weights", None) is None and hasattr(module, "slice_lora_a_weights"):
+            vars(module)["slice_lora_a_weights"] = fail
+    write_json([], named_tensors)
 
 
 def peft_model(rank: int = 4, **options: Any) -> PeftModel:
@@ -79,7 +92,7 @@ class Job:
             timeout_s=180,
             model_path=str(self.folder / "model"),
             skip_tokenizer_init=True,
-            custom_weight_loader=[LOADER],
+            custom_weight_loader=[LOADER, SPOIL],
             log_level="warning",
             enable_lora=True,
             max_lora_rank=8,
@@ -127,6 +140,11 @@ class Job:
         if self.engine.engine is None:
             return []
         return read_live_digests(self.engine.engine, self.folder / "slots", LOADER)
+
+    def spoil(self) -> None:
+        if self.engine.engine is not None:
+            read_live_digests(self.engine.engine, self.folder / "spoilt", SPOIL)
+        dist.barrier()
 
 
 def two_versions(job: dict[str, Any]) -> dict[str, Any]:
@@ -190,21 +208,24 @@ def refusals(run: Job) -> list[str]:
         return refused(lambda: run.engine.lora_adapter(name, config).update(tensors))
 
     large = peft_model(rank=16)
+    names = [row[0] for row in adapter_tensors(run.reference)]
+    of_no_layer = [(name, torch.ones(4, 64) if "lora_A" in name else torch.ones(64, 4)) for name in names]
     return [
         answer("other", adapter_config(peft_model(rank=8)), adapter_tensors(run.model)),
         answer("large", adapter_config(large), adapter_tensors(large)),
         answer("whole", adapter_config(run.reference), base_tensors(run.model)),
+        answer("sizes", adapter_config(run.reference), of_no_layer),
     ]
 
 
 def torn(run: Job, policy: WeightSender) -> dict[str, Any]:
-    """Tensors that are of the adapter's rank, and not of the model's sizes: what then is said, and still served."""
-    names = [row[0] for row in adapter_tensors(run.reference)]
-    tensors = [(name, torch.ones(4, 64) if "lora_A" in name else torch.ones(64, 4)) for name in names]
+    """Engine ranks that cannot load an adapter any more: what then is said, and still served."""
+    run.spoil()
     found = {
-        "update": refused(lambda: policy.update(tensors)),
+        "update": refused(lambda: policy.update(adapter_tensors(run.model))),
         "request": refused(lambda: run.tokens("policy")),
         "base": run.tokens(None),
     }
+    run.spoil()
     policy.update(adapter_tensors(run.model))
     return found

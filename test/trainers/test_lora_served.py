@@ -42,10 +42,11 @@ def test_an_engine_serves_the_adapter(strategy: str, sglang: str, tmp_path: Path
     for report in seen["reports"]:
         for rank in report["engine_ranks"]:
             assert rank["received_bytes"] == rank["least_bytes"] == adapter_bytes()
-    wrong_rank, too_large, no_adapter = seen["refused"]
+    wrong_rank, too_large, no_adapter, wrong_sizes = seen["refused"]
     assert "is not of an adapter of rank 8" in wrong_rank
     assert "incompatible with the current LoRA memory pool" in too_large
     assert "is no tensor of a LoRA adapter" in no_adapter
+    assert "SGLang cannot load the LoRA adapter sizes: AssertionError: LoRA buffer shape" in wrong_sizes
     torn = seen["torn"]
     assert torn["update"].startswith("TornWeights")
     assert "The engine has unloaded the LoRA adapter policy: repeat the update" in torn["update"]

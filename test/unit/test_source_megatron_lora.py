@@ -141,7 +141,7 @@ def test_the_configuration_is_the_adapters():
 
 def refused_models():
     plain = torch.ones(RANK, HIDDEN), torch.ones(2 * MLP, RANK)
-    experts, norms, gates, mlp, ranks = (stage() for _ in range(5))
+    experts, norms, gates, mlp, ranks, bent, disabled = (stage() for _ in range(7))
     add_adapter(experts, "mlp.experts.linear_fc1.adapter", *plain)
     add_adapter(norms, f"{FC1}.adapter", *plain)
     add(norms, "decoder.layers.0.self_attention.linear_proj.adapter", nn.Module())
@@ -151,7 +151,12 @@ def refused_models():
     add_adapter(mlp, f"{FC1}.adapter", *plain, config=SimpleNamespace(gated_linear_unit=False))
     add_adapter(ranks, f"{FC1}.adapter", *plain)
     add_adapter(ranks, f"{FC2}.adapter", *plain, alpha=32)
+    add_adapter(bent, f"{FC1}.adapter", *plain, activation=nn.SiLU())
+    add_adapter(disabled, f"{FC1}.adapter.adapter_up", *plain, activation=nn.Identity())
+    disabled.get_submodule(f"decoder.layers.0.{FC1}")._adapter_enabled = False
     return {
+        "activation": (bent, r"linear_fc1\.adapter has a SiLU between linear_in and linear_out"),
+        "disabled": (disabled, r"linear_fc1\.adapter\.adapter_up is disabled; call enable_adapter_layers"),
         "experts": (experts, r"mlp\.experts\.linear_fc1\.adapter\.linear_in\.weight: only adapters of linear_qkv"),
         "DoRA": (norms, "weight_magnitude: SGLang does not serve DoRA"),
         "more than qkv": (gates, "linear_out has 40 rows, but 8 heads and 2 groups of 4 have 48"),

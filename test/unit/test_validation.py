@@ -187,6 +187,7 @@ REQUEST = DistributedUpdateWeightsReq(
         ({"apart": {"x": "y" * 5000}}, "a text of 5,000 characters"),
         ({"frozen": ("x" * 5000,)}, "a text of 5,000 characters"),
         ({"only": ("x" * 5000,)}, "a text of 5,000 characters"),
+        ({"merged": ("x" * 5000,)}, "a text of 5,000 characters"),
         ({"lora": LoraAdapter("policy", "x" * 5000)}, "a text of 5,000 characters"),
         ({"around": {str(n): b"" for n in range(17)}}, "around has 17 routes"),
         ({"around": {"relay": bytes(1 << 25)}}, "exceeds the size limit"),

@@ -236,6 +236,21 @@ def test_parameters_that_updates_leave_keep_their_version(manager):
     assert left(manager, "47", ["b"]) == {"46": ("b",)}
 
 
+def test_merged_adapters_are_in_the_weights_until_these_are_written_again(manager):
+    def after(merged, kept=()):
+        request = msgspec.structs.replace(REQUEST, merged=merged)
+        weights_info.record(manager, request, msgspec.structs.replace(OUTPUT, kept=kept))
+        return weights_info.merged(manager)
+
+    assert after(("default",), ("tower",)) == ("default",)
+    assert after((), ("tower", "layer")) == ("default",)
+    assert after((), ("tower",)) == ()
+    assert after((), ("tower", "layer")) == ()
+    assert after(("default",)) == ("default",)
+    weights_info.clear(manager)
+    assert weights_info.merged(manager) == ()
+
+
 def test_the_digest_tells_versions_of_kept_parameters_apart(manager):
     def digest_after(versions, kept):
         """The digest of an update with the same weights as all others, after updates to `versions`."""

@@ -43,6 +43,7 @@ class UnversionedGiven(TypedDict, total=False):
     rename: Rename | None
     frozen: Sequence[str]
     only: Sequence[str]
+    merged: Sequence[str]
 
 
 class UpdateGiven(UnversionedGiven, total=False):

@@ -131,7 +131,7 @@ class MultiEngineSender(InBackground):
         Raises the error of an engine's update, with the names of all engines that failed; TornWeights if any of them is
         torn. The other engines have the new weights. With on_failure="exclude", only if all have failed.
         """
-        chosen = self._checked(on_failure, UpdateOptions.of(options, given))
+        chosen = self._checked(on_failure, UpdateOptions.of(options, given, named_tensors))
         weights, update = self._probed(probe, named_tensors, chosen, on_failure)
         return update(weights)
 
@@ -150,7 +150,7 @@ class MultiEngineSender(InBackground):
 
         Engines must not be set while it runs: `wait_for_background` first.
         """
-        chosen = self._checked(on_failure, UpdateOptions.of(options, given))
+        chosen = self._checked(on_failure, UpdateOptions.of(options, given, named_tensors))
         of_copy = dataclasses.replace(chosen, unmap_after=False)
         assert self._sender is not None, "there are engines"
         weights, update = self._probed(probe, named_tensors, of_copy, on_failure)

@@ -26,6 +26,7 @@ from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.protocol.session import LOOPBACK, Session
 from sglang_reshard.sources import NamedTensors, TrainerState
+from sglang_reshard.sources.lora_config import with_base
 from sglang_reshard.trainer.collectives import on_first_rank
 from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
@@ -140,7 +141,7 @@ class WeightSender(InBackground, UpdateSender):
         update or died before the engine answered; if the engine's weights are torn, it refuses to generate. Raises
         ProbeMismatch after a successful update, if a probe's threshold is exceeded.
         """
-        weights, update = self._probed(probe, named_tensors, UpdateOptions.of(options, given))
+        weights, update = self._probed(probe, named_tensors, UpdateOptions.of(options, given, named_tensors))
         return update(weights)[_NAME]
 
     def update_async(
@@ -171,7 +172,7 @@ class WeightSender(InBackground, UpdateSender):
         already raised it; in this case nothing is copied. Call the same methods of a handle on all ranks. Only one
         thread may call methods of a sender; while the update runs, only methods of the handle may be called.
         """
-        chosen = UpdateOptions.of(options, given)
+        chosen = UpdateOptions.of(options, given, named_tensors)
         weights, update = self._probed(probe, named_tensors, dataclasses.replace(chosen, unmap_after=False))
 
         def run(copy: TrainerState | NamedTensors) -> UpdateReport:
@@ -204,7 +205,7 @@ class WeightSender(InBackground, UpdateSender):
             raise outcome
         return outcome
 
-    def lora_adapter(self, name: str, config: str) -> WeightSender:
+    def lora_adapter(self, name: str, config: str, base: NamedTensors | torch.nn.Module | None = None) -> WeightSender:
         """Opens a session for a LoRA adapter that the same engine serves. Collective.
 
             policy = sender.lora_adapter("policy", adapter_config(model))
@@ -212,6 +213,9 @@ class WeightSender(InBackground, UpdateSender):
 
         name    requests select it with this `lora_path`; the engine need not have it yet
         config  see `sources.adapter_config`
+        base    `base_tensors(model)`, for an adapter whose initialization has changed the base weights (PiSSA): the
+                engine is updated to them first. Pause it until the adapter's first update if requests use the name
+                already: they would compute with the old adapter over the new base
 
         Every engine rank receives the whole adapter, as SGLang keeps it, in separate memory. It replaces the served
         adapter once all ranks have all of it. Requests see the old adapter or the new one, as in other updates. If an
@@ -220,9 +224,12 @@ class WeightSender(InBackground, UpdateSender):
         """
         if name in self._adapters and not self._adapters[name]._closed:
             raise Mismatch(f"lora_adapter was already called for {name}; use the sender that it returned")
+        lora = LoraAdapter(name, config if base is None else with_base(config))
+        options = dataclasses.replace(self._options, lora=lora, delta="off")
+        if base is not None:
+            self.update(base)
         session = Session.join(self._session.address.named(f"lora/{name}"), self._timeout_s)
         self._adapters[name] = adapter = WeightSender.__new__(WeightSender)
-        options = dataclasses.replace(self._options, lora=LoraAdapter(name, config), delta="off")
         adapter._begin(self._send, session, self._rank, self._global_ranks, options)
         return adapter
 

@@ -27,11 +27,23 @@ def check_unread(unread: Sequence[str], ignore: Sequence[str], apart: Mapping[st
             f"{untied}, but the engine ties the two: no engine rank's loader reads the head. Tie them in the trainer "
             "as well, or start the engine on a checkpoint whose config has tie_word_embeddings=false"
         )
+    if adapters := [name for name in mistaken if adapter_hint(name)]:
+        raise Mismatch(f"{unread_remark(adapters)}. {adapter_hint(adapters[0])}")
     if mistaken:
         raise Mismatch(
             f"{unread_remark(mistaken)}: no engine rank's loader reads it. Correct the name. To skip it on purpose, "
             f"pass ignore=[{mistaken[0]!r}] to the update; patterns are allowed"
         )
+
+
+def adapter_hint(message: str) -> str:
+    """Returns what to do if a message is about a tensor of a PEFT model's adapter; empty if it is not."""
+    if ".lora_" not in message:
+        return ""
+    return (
+        "This is a tensor of a PEFT model's adapter: call merge_adapter() and pass base_tensors(model), or serve the "
+        "adapter with lora_adapter(name, adapter_config(model)) and adapter_tensors(model)"
+    )
 
 
 def not_ignored(names: Sequence[str], ignore: Sequence[str]) -> list[str]:

@@ -133,9 +133,9 @@ class VerlEngine:
             )
         return self._sender.update(named_tensors, options, **given)
 
-    def lora_adapter(self, name: str, config: str) -> WeightSender:
+    def lora_adapter(self, name: str, config: str, base: NamedTensors | torch.nn.Module | None = None) -> WeightSender:
         """Returns a WeightSender for one LoRA adapter of the engine, see `WeightSender.lora_adapter`."""
-        return self._sender.lora_adapter(name, config)
+        return self._sender.lora_adapter(name, config, base)
 
     def generate(
         self,

@@ -69,6 +69,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     unmap_after      unmap the trainer ranks' memory at the end; the next update maps it again
     draft            update the draft models of speculative decoding, too
     lora             the adapter that is updated; None for the model's own weights
+    merged           names of the adapters that are merged into the model's own weights
     around           routes around the transport -> what each of them is asked, see `routes`
     offers           trainer rank -> engine rank -> what it can take instead of all weights; empty if it cannot
     publication      number of these weights, see `protocol.publication`; 0 if they have none
@@ -102,6 +103,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     unmap_after: bool = False
     draft: bool = True
     lora: LoraAdapter | None = None
+    merged: tuple[str, ...] = ()
     around: dict[str, bytes] = {}
     offers: tuple[dict[int, bytes], ...] = ()
     publication: int = 0

@@ -12,7 +12,8 @@ from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, S
 from sglang_reshard.sources.converter_slices import fused_slices
 from sglang_reshard.sources.flat import FlatBuffer, FlatMember
 from sglang_reshard.sources.fused import FusedSlice, FusedTensor, slice_of
-from sglang_reshard.sources.lora import adapter_config, adapter_tensors, base_tensors
+from sglang_reshard.sources.lora import adapter_tensors, base_tensors
+from sglang_reshard.sources.lora_config import adapter_config
 from sglang_reshard.sources.megatron_lora import megatron_adapter_config, megatron_adapter_tensors
 from sglang_reshard.sources.module import named_shards
 from sglang_reshard.sources.state import NamedTensors, TrainerState, as_list, describe, tied_names

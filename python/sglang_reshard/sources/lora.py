@@ -1,4 +1,4 @@
-"""Lists the tensors of a LoRA adapter that PEFT trains, on this rank, and describes the adapter to SGLang.
+"""Lists the tensors of a LoRA adapter that PEFT trains, on this rank, and the weights that it adapts.
 
 sender.lora_adapter("policy", adapter_config(model)).update(adapter_tensors(model))
 """
@@ -6,34 +6,26 @@ sender.lora_adapter("policy", adapter_config(model)).update(adapter_tensors(mode
 from __future__ import annotations
 
 import functools
-import json
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.sources.flat import FlatBuffer, FlatMember
-from sglang_reshard.sources.lora_experts import StackedExperts, stacked_experts, target_modules
+from sglang_reshard.sources.fsdp1 import clean_name
+from sglang_reshard.sources.lora_config import check_options
+from sglang_reshard.sources.lora_experts import StackedExperts, stacked_experts
+from sglang_reshard.sources.lora_layers import BaseWeights, adapted_layers, check_layers, peft_config
 from sglang_reshard.sources.module import named_shards
 
-_OF_ADAPTER = re.compile(r"(?P<matrix>.*\.lora_(?:embedding_)?[AB])\.(?P<adapter>[^.]+)(?P<end>(\.weight)?)$")
+_OF_ADAPTER = re.compile(
+    r"(?P<matrix>(?P<layer>.*)\.lora_(?P<kind>(?:embedding_)?[AB]))\.(?P<adapter>[^.]+)(?P<end>(\.weight)?)$"
+)
 _BASE_LAYERS = re.compile(r"(\.base_layer)+\.")
-# Of PEFT's configuration: what SGLang does not compute, and would serve as if it were not there.
-_NOT_SERVED = {
-    "use_dora": "DoRA's magnitudes",
-    "lora_bias": "biases",
-    "rank_pattern": "ranks that differ between modules",
-    "alpha_pattern": "scalings that differ between modules",
-    "modules_to_save": "whole modules",
-    "trainable_token_indices": "trained tokens",
-    "alora_invocation_tokens": "adapters that invocation tokens activate",
-    "arrow_config": "routed adapters",
-    "monteclora_config": "sampled adapters",
-    "use_qalora": "QA-LoRA's groups",
-}
+_OF_TRAINING = "lora_velora_embed"  # a buffer that only VeLoRA's backward reads
+_OUTSIDE = ("lora_", "modules_to_save", "trainable_tokens")  # begin names of an adapter's parameters in other modules
 
 
 def adapter_tensors(module: nn.Module, adapter: str = "default") -> list[tuple[Any, ...]]:
@@ -44,28 +36,87 @@ def adapter_tensors(module: nn.Module, adapter: str = "default") -> list[tuple[A
 
     The adapter of stacked experts (`target_parameters`) is passed as one for each expert.
 
-    Raises Mismatch for a module without this adapter, and Unsupported as `named_shards` does, and for experts that
-    SGLang does not serve adapters of.
+    Raises Mismatch for a module without this adapter, and Unsupported as `named_shards` and `adapter_config` do, for
+    experts that SGLang does not serve adapters of, for parameters of the adapter other than lora_A and lora_B, and
+    while this adapter is merged, disabled, scaled or combined with others in the model.
     """
-    stacked = stacked_experts(module)
-    found = [_split(row, stacked) for row in _renamed(module, adapter)]
+    stacked, rows = stacked_experts(module), list(named_shards(module))
+    found = [_split(row, stacked) for row in _renamed(rows, adapter)]
     if not found:
         raise Mismatch(
             f"the module has no LoRA adapter {adapter!r}; pass PEFT's model and the name of one of its adapters"
         )
+    if (config := peft_config(module, adapter)) is not None:
+        check_options(config.to_dict())
+    check_layers(module, adapter)
+    layers = _layers([name for row in rows for name in _names(row)], adapter)
+    if left := sorted({path for path, _ in adapted_layers(module, adapter)} - {clean_name(path) for path in layers}):
+        raise Unsupported(_tied(left[0]))
     return found
+
+
+def _names(row: tuple[Any, ...]) -> list[str]:
+    return [member.name for member in row[2].members] if len(row) > 2 else [row[0]]
+
+
+def _layers(names: Sequence[str], adapter: str) -> dict[str, set[str]]:
+    """Returns the layers that have the adapter, with its matrices.
+
+    Raises Unsupported for another parameter of the adapter, and for a layer with one matrix only.
+    """
+    matches = {name: _OF_ADAPTER.fullmatch(name) for name in names}
+    adapters, layers = set[str](), dict[str, set[str]]()
+    for match in filter(None, matches.values()):
+        adapters.add(match["adapter"])
+        if match["adapter"] == adapter:
+            layers.setdefault(match["layer"], set()).add(match["kind"])
+    for name in (name for name, match in matches.items() if match is None):
+        if _is_of(name, adapter, layers, adapters - {adapter}):
+            raise Unsupported(
+                f"{name} is a parameter of the adapter {adapter}, and SGLang serves lora_A and lora_B only; train "
+                "without it, or merge the adapter into the weights"
+            )
+    for layer, matrices in layers.items():
+        if len(matrices) % 2:
+            raise Unsupported(_tied(layer))
+    return layers
+
+
+def _is_of(name: str, adapter: str, layers: Mapping[str, Any], others: set[str]) -> bool:
+    """Returns whether a tensor that is no lora_A and no lora_B belongs to the adapter.
+
+    layers  that have the adapter
+    others  the other adapters
+    """
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        owner = parts[place + 1] if place + 1 < len(parts) else ""
+        in_layer = part != "base_layer" and ".".join(parts[:place]) in layers
+        if part != _OF_TRAINING and (in_layer or part.startswith(_OUTSIDE)):
+            return owner == adapter or (in_layer and owner not in others)
+    return False
+
+
+def _tied(layer: str) -> str:
+    return (
+        f"{layer}: the module does not list both its lora_A and its lora_B; it lists tied parameters once. SGLang "
+        "serves no tied adapters: train without tying them, or merge the adapter into the weights"
+    )
 
 
 def base_tensors(module: nn.Module) -> list[tuple[Any, ...]]:
     """Returns the weights that are adapted, under their names in the model's own checkpoint. Merges nothing.
 
+    Adapters that are merged into the weights are in them. An engine that serves adapters refuses the result while some
+    are, because requests would get one twice.
+
     Raises Unsupported as `named_shards` does.
     """
-    return list(_renamed(module, None))
+    return BaseWeights(_renamed(named_shards(module), None), module)
 
 
-def _renamed(module: nn.Module, adapter: str | None) -> Iterator[tuple[Any, ...]]:
-    for name, tensor, *rest in named_shards(module):
+def _renamed(rows: Iterable[tuple[Any, ...]], adapter: str | None) -> Iterator[tuple[Any, ...]]:
+    for name, tensor, *rest in rows:
         if not rest:
             if checkpoint_name := _checkpoint_name(name, adapter):
                 yield checkpoint_name, tensor
@@ -104,51 +155,3 @@ def _checkpoint_name(name: str, adapter: str | None) -> str:
     if adapter is None:
         return "" if match else _BASE_LAYERS.sub(".", name.removeprefix("base_model.model."))
     return f"{match['matrix']}{match['end']}" if match and match["adapter"] == adapter else ""
-
-
-def adapter_config(config: Any, adapter: str = "default") -> str:
-    """Returns what SGLang has to know of an adapter, in JSON.
-
-    SGLang scales every adapter by lora_alpha / r. For rsLoRA the result has the lora_alpha that makes this PEFT's
-    scaling.
-
-    config   a PEFT model, its `peft_config[adapter]`, or that as a mapping
-
-    Raises Unsupported, naming the option, for an adapter that SGLang would not compute as PEFT does.
-    """
-    given = getattr(config, "peft_config", config)
-    if isinstance(given, Mapping) and adapter in given:
-        given = given[adapter]
-    options = dict(given if isinstance(given, Mapping) else given.to_dict())
-    if missing := sorted({"r", "lora_alpha", "target_modules"} - options.keys()):
-        raise Mismatch(f"the adapter's configuration lacks {', '.join(missing)}; pass model.peft_config['default']")
-    kind = str(getattr(options.get("peft_type"), "value", options.get("peft_type", "LORA")))
-    if kind != "LORA":
-        raise Unsupported(
-            f"peft_type={kind}: SGLang serves only LoRA adapters; merge this adapter into the weights instead"
-        )
-    for option, what in _NOT_SERVED.items():
-        if options.get(option):
-            raise Unsupported(
-                f"{option}={options[option]}: SGLang does not serve {what}; train without it, or merge the adapter "
-                "into the weights and update the weights"
-            )
-    if (bias := options.get("bias", "none")) != "none":
-        raise Unsupported(f"bias={bias!r}: SGLang does not serve biases of an adapter; train with bias='none'")
-    of_experts = target_modules(options.get("target_parameters") or ())
-    modules = options["target_modules"] or ()
-    if isinstance(modules, str) and modules not in ("all", "all-linear"):
-        raise Unsupported(
-            f"target_modules={modules!r} is a pattern, and SGLang does not serve patterns; list the modules"
-        )
-    rank, alpha = int(options["r"]), options["lora_alpha"]
-    if options.get("use_rslora"):
-        alpha *= math.sqrt(rank)  # SGLang scales by lora_alpha / r, and rsLoRA by lora_alpha / sqrt(r)
-    return json.dumps(
-        {
-            "peft_type": kind,
-            "r": rank,
-            "lora_alpha": alpha,
-            "target_modules": modules if isinstance(modules, str) else sorted({*modules, *of_experts}),
-        }
-    )

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap
-from sglang_reshard.sources.lora import adapter_config
+from sglang_reshard.sources.lora_config import adapter_config
 
 _PARAMETER = re.compile(
     r"decoder\.layers\.(?P<layer>\d+)\."
@@ -81,7 +81,8 @@ def megatron_adapter_tensors(models: nn.Module | Sequence[nn.Module], trainer_ra
     trainer_rank  this rank's number among the sender's trainer ranks; by default that in torch's default group
 
     Raises Unsupported, naming the parameter, for adapters of other layers than linear_qkv, linear_proj, linear_fc1 and
-    linear_fc2 of dense decoder layers, and for DoRA. Raises Mismatch for a model without an adapter.
+    linear_fc2 of dense decoder layers, for DoRA, and for adapters that are disabled or have an activation. Raises
+    Mismatch for a model without an adapter.
     """
     rank = dist.get_rank() if trainer_rank is None else trainer_rank
     return [listed for part in _parts(models) for listed in _tensors_of(part, rank)]
@@ -156,6 +157,13 @@ def _part(model: nn.Module, name: str, match: re.Match[str]) -> _Part:
         raise Unsupported(
             f"{name}: its linear_out has no tp_group, so its tensor parallel rank is not known; use Megatron-Core 0.16"
         )
+    if not isinstance(getattr(module, "activation", nn.Identity()), nn.Identity):
+        raise Unsupported(
+            f"{name} has a {type(module.activation).__name__} between linear_in and linear_out, which SGLang does not "
+            "serve; train with LoRA, or merge the adapter into the weights"
+        )
+    if not getattr(model.get_submodule(name[: name.index(".adapter")]), "_adapter_enabled", True):
+        raise Unsupported(f"{name} is disabled; call enable_adapter_layers() before you send it")
     projections = _PROJECTIONS[match["linear"]]
     if match["one"]:
         projections = tuple(p for p in projections if p.endswith(f".{match['one']}_proj"))

@@ -213,6 +213,7 @@ class UpdateCoordinator:
             unmap_after=options.unmap_after,
             draft=options.draft,
             lora=self._config.lora,
+            merged=tuple(options.merged),
             around=self._around,
             offers=_offers(statuses, engine),
             publication=next_publication(),

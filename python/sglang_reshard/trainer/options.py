@@ -27,6 +27,8 @@ from sglang_reshard.protocol.messages import (
     Verify,
 )
 from sglang_reshard.protocol.validation.requests import check_transport
+from sglang_reshard.sources.lora_config import check_base
+from sglang_reshard.sources.lora_layers import merged_adapters
 from sglang_reshard.sources.names import Rename, Renaming, patterns
 
 Delta = Literal["off", "auto"]
@@ -48,8 +50,8 @@ class SenderOptions:
     delta_device  where trainer ranks keep them; by default where messages are packed
     lora          the adapter to update, see `WeightSender.lora_adapter`; by default the model's own weights
 
-    Raises Mismatch for an unknown transport; Unsupported for sizes and times that are not positive, and for
-    delta="auto" with a transport that sends nothing.
+    Raises Mismatch for an unknown transport; Unsupported for sizes and times that are not positive, for delta="auto"
+    with a transport that sends nothing, and for an adapter that needs other base weights than the engine has.
     """
 
     transport: str = "auto"
@@ -70,6 +72,8 @@ class SenderOptions:
                 f"delta='auto' has no effect with transport={self.transport!r}, with which engine ranks read mapped "
                 "memory; use transport='auto', 'p2p' or 'nixl'"
             )
+        if self.lora is not None:
+            check_base(self.lora.config)
 
     @classmethod
     def of(cls, options: SenderOptions | None, given: Mapping[str, Any]) -> SenderOptions:
@@ -117,6 +121,9 @@ class UpdateOptions:
     frozen              fnmatch patterns ("visual.*") of the engine's parameters that may keep their live values, if
                         nothing that is sent reaches them. Those that do are the report's `kept`
     only                fnmatch patterns of the engine's parameters that must be written; others are treated as `frozen`
+    merged              names of the LoRA adapters that are merged into the weights; set for a PEFT model and for its
+                        `base_tensors`. An engine that serves adapters refuses such weights; an engine with such weights
+                        refuses adapters
 
     Raises Mismatch for an invalid `rename`, and Unsupported for an unknown `verify` or `flush_cache`.
     """
@@ -133,13 +140,14 @@ class UpdateOptions:
     rename: Rename | None = None
     frozen: Sequence[str] = ()
     only: Sequence[str] = ()
+    merged: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.verify not in _VERIFY:  # a call for each update, and to another file, is saved
             check_one_of("verify", self.verify, _VERIFY)
         if self.flush_cache not in (True, False, BY_VERSION):
             raise Unsupported(f"flush_cache={self.flush_cache!r} is not supported; use True, False or {BY_VERSION!r}")
-        for name in ("ignore", "frozen", "only"):
+        for name in ("ignore", "frozen", "only", "merged"):
             given = getattr(self, name)
             object.__setattr__(self, name, patterns(given) if given else ())
         if self.rename is not None and not isinstance(self.rename, Renaming):
@@ -151,9 +159,14 @@ class UpdateOptions:
         return self.rename if isinstance(self.rename, Renaming) else None
 
     @classmethod
-    def of(cls, options: UpdateOptions | None, given: Mapping[str, Any]) -> UpdateOptions:
-        """Returns `options`, or the defaults, with the values in `given`. Raises TypeError for another name."""
-        return _with("an update", options or cls(), given)
+    def of(cls, options: UpdateOptions | None, given: Mapping[str, Any], weights: Any = None) -> UpdateOptions:
+        """Returns `options`, or the defaults, with the values in `given`, and with the adapters in `weights`.
+
+        Raises TypeError for another name.
+        """
+        chosen = _with("an update", options or cls(), given)
+        merged = merged_adapters(weights)
+        return dataclasses.replace(chosen, merged=merged) if merged else chosen
 
 
 def _with(

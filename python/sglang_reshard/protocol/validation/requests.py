@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Collection, Iterable
+from itertools import chain
 from typing import get_args
 
 from sglang_reshard.control import Address
@@ -99,17 +100,15 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
                 f"an offer names an engine rank outside 0 to {_MAX_ENGINE_RANKS - 1:,}, or exceeds "
                 f"{_MAX_ROUTE_BYTES:,} bytes"
             )
-    patterns: tuple[Collection[str], ...] = (request.ignore, request.frozen, request.only, request.apart)
+    of_names = (request.ignore, request.frozen, request.only, request.merged)
+    patterns: tuple[Collection[str], ...] = (*of_names, request.apart)
     if (most := max(map(len, patterns))) > _MAX_PATTERNS:
         raise invalid(f"it has {most:,} names or patterns of one kind; at most {_MAX_PATTERNS:,} are allowed")
     names = (request.layout, request.weight_version or "", request.package_version, request.traceparent)
     lora = (request.lora.name, request.lora.config, request.lora.lora_id) if request.lora is not None else ()
     gpus = [text for device in request.trainer_devices for text in _texts(device)]
     _check_lengths((*names, *lora, *request.handles, *request.trainer_hosts, *gpus, *request.prepared), invalid)
-    _check_lengths(
-        (*request.around, *request.apart, *request.apart.values(), *request.ignore, *request.frozen, *request.only),
-        invalid,
-    )
+    _check_lengths((*request.around, *request.apart, *request.apart.values(), *chain(*of_names)), invalid)
 
 
 def check_prepare(command: Prepare) -> None:
