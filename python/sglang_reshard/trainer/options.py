@@ -28,7 +28,7 @@ from sglang_reshard.protocol.messages import (
 )
 from sglang_reshard.protocol.validation.requests import check_transport
 from sglang_reshard.sources.lora_config import check_base
-from sglang_reshard.sources.lora_layers import merged_adapters
+from sglang_reshard.sources.lora_layers import BaseWeights, merged_adapters
 from sglang_reshard.sources.names import Rename, Renaming, patterns
 
 Delta = Literal["off", "auto"]
@@ -165,8 +165,9 @@ class UpdateOptions:
         Raises TypeError for another name.
         """
         chosen = _with("an update", options or cls(), given)
-        merged = merged_adapters(weights)
-        return dataclasses.replace(chosen, merged=merged) if merged else chosen
+        if not isinstance(weights, (BaseWeights, torch.nn.Module)) or not (merged := merged_adapters(weights)):
+            return chosen
+        return dataclasses.replace(chosen, merged=merged)
 
 
 def _with(
