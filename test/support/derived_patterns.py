@@ -55,6 +55,11 @@ PLACES = {
     ),
     "slots": ("self._s = Slots()", "if self._s.c is None: self._s.c = of(self.weight)\nreturn use(x, self._s.c)"),
     "object": ("self._h = Helper(None)", "return use(x, self._h.get(self.weight))"),
+    "layer, by an object": ("self._c, self._m = None, Method()", "return self._m.apply(self, x)"),
+    "hidden module": (
+        "self.parts = [Hidden()]",
+        "self.parts[0].weight = self.weight\nreturn self.parts[0](x)",
+    ),
     "new object": ("self._h = None", "if self._h is None: self._h = Helper(of(self.weight))\nreturn use(x, self._h.c)"),
     "frozen dataclass": (
         "self._h = None",
@@ -113,6 +118,10 @@ PLACES = {
     "global of a function": ("", "return use(x, by_global(self.weight))"),
     "global of an imported function": ("", "return use(x, imported(self.weight))"),
     "global dictionary": ("", "if id(self) not in D: D[id(self)] = of(self.weight)\nreturn use(x, D[id(self)])"),
+    "global dictionary by address": (
+        "",
+        "k = self.weight.data_ptr()\nif k not in D: D[k] = of(self.weight)\nreturn use(x, D[k])",
+    ),
     "weak dictionary": ("", "if self not in W: W[self] = of(self.weight)\nreturn use(x, W[self])"),
     "attribute of a function": ("", "return use(x, on_function(self.weight))"),
     "default argument": ("", "return use(x, in_default(self.weight))"),
@@ -194,6 +203,17 @@ class Helper:
     def get(self, weight):
         if self.c is None: self.c = of(weight)
         return self.c
+class Method:
+    def apply(self, layer, x):
+        if layer._c is None: layer._c = of(layer.weight)
+        return use(x, layer._c)
+class Hidden(Linear):
+    def __init__(self):
+        super().__init__()
+        self._c = None
+    def forward(self, x):
+        if self._c is None: self._c = of(self.weight)
+        return use(x, self._c)
 def keeping():
     c = None
     def get(w):

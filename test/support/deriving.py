@@ -1,9 +1,7 @@
-"""Layers that compute something from their weight in their first forward pass and keep it, each in another place."""
+"""Layers that compute something from their weight once. `derived_patterns` has all places where it may be kept."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,13 +29,6 @@ class InAttribute(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._wide is None:
-            self._wide = self.weight.float()
-        return x @ self._wide
-
-
-class InMissingAttribute(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not hasattr(self, "_wide"):
             self._wide = self.weight.float()
         return x @ self._wide
 
@@ -70,15 +61,6 @@ class ByMethod(Linear):
         return x @ self._padded
 
 
-class InCachedProperty(Linear):
-    @functools.cached_property
-    def wide(self) -> torch.Tensor:
-        return self.weight.data.float()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.wide
-
-
 class InDictionary(Linear):
     def __init__(self) -> None:
         super().__init__()
@@ -88,111 +70,6 @@ class InDictionary(Linear):
         if "wide" not in self.cache:
             self.cache["wide"] = self.weight.float()
         return x @ self.cache["wide"]
-
-
-class _Method:
-    """A quantization method that keeps a product on the layer, or on itself."""
-
-    def __init__(self) -> None:
-        self.scaled: torch.Tensor | None = None
-
-    def apply(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
-        if self.scaled is None:
-            self.scaled = layer.weight.float() * 3
-        return x @ self.scaled
-
-
-class InHelper(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self.quant_method = _Method()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.quant_method.apply(self, x)
-
-
-class _MethodOfLayers:
-    def apply(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
-        if layer._scaled is None:
-            layer._scaled = layer.weight.float() * 3
-        return x @ layer._scaled
-
-
-class ByHelper(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self.quant_method, self._scaled = _MethodOfLayers(), None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.quant_method.apply(self, x)
-
-
-def _keeping() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    wide = None
-
-    def apply(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        nonlocal wide
-        if wide is None:
-            wide = weight.float()
-        return x @ wide
-
-    return apply
-
-
-class InClosure(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self.apply_weight = _keeping()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.apply_weight(self.weight, x)
-
-
-_BY_ID: dict[int, torch.Tensor] = {}
-
-
-class InGlobalById(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if id(self.weight) not in _BY_ID:
-            _BY_ID[id(self.weight)] = self.weight.float()
-        return x @ _BY_ID[id(self.weight)]
-
-
-_WIDE: torch.Tensor | None = None
-
-
-def _wide(weight: torch.Tensor) -> torch.Tensor:
-    global _WIDE
-    if _WIDE is None:
-        _WIDE = weight.float()
-    return _WIDE
-
-
-class InGlobal(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ _wide(self.weight)
-
-
-@functools.lru_cache
-def _transposed(layer: nn.Module) -> torch.Tensor:
-    return layer.weight.data.float().t().contiguous()
-
-
-class InLruCache(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ _transposed(self)
-
-
-class InHiddenModule(Linear):
-    """The layer that keeps it is in a list, and so no child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = [InAttribute()]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.parts[0].weight = self.weight
-        return self.parts[0](x)
 
 
 class Folded(Linear):
@@ -287,29 +164,3 @@ class OfInputs(Linear):
         if self._scaled is None:
             self._scaled = self.weight.float() * x.max()
         return x @ self._scaled
-
-
-LAZY = (
-    InAttribute,
-    InMissingAttribute,
-    InBuffer,
-    ByMethod,
-    InCachedProperty,
-    InDictionary,
-    InHelper,
-    ByHelper,
-    InClosure,
-    InGlobalById,
-    InGlobal,
-    InLruCache,
-    InHiddenModule,
-    Folded,
-)
-
-
-def forget() -> None:
-    """Clears what layers keep outside of themselves, as in a new process."""
-    global _WIDE
-    _WIDE = None
-    _BY_ID.clear()
-    _transposed.cache_clear()
