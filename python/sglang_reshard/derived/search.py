@@ -83,7 +83,7 @@ class Search:
             self._refuse_in_place(change, f"it is computed together with {guarding[0].path}")
         elif change.how == "appeared":
             self._judge_unknown(state, change, of_parameter)
-        elif self._resembles_weights(change) and may_read(change, self._names):
+        elif not _is_restored(change) and self._resembles_weights(change) and may_read(change, self._names):
             self._refuse(change, "changed")
         self._judged.add(key)
 
@@ -155,6 +155,12 @@ class Search:
         )
 
 
+def _is_restored(change: Change) -> bool:
+    """Returns whether it is a buffer: SGLang writes those when it resumes memory."""
+    owner = change.table.owner
+    return change.how == "written" and isinstance(owner, torch.nn.Module) and change.table.entries is owner._buffers
+
+
 def _numbers(change: Change) -> list[Any]:
     """Returns numbers that may be of weights. Those of a configuration are not."""
     return numbers_in(change.value, in_objects=is_made_of_values(change))
@@ -166,7 +172,7 @@ def _shapes(tensors: Iterable[torch.Tensor]) -> set[tuple[int, ...]]:
 
 def _is_like(tensor: torch.Tensor, shapes: Iterable[tuple[int, ...]]) -> bool:
     if tensor.numel() == 1:
-        return tensor.item() not in (0, 1)  # these are no scales
+        return tensor.device.type != "meta" and tensor.item() not in (0, 1)  # these are no scales
     (dims,) = _shapes([tensor])
     return any(
         tensor.numel() == math.prod(shape)
