@@ -14,6 +14,7 @@ in the checkpoint's dtype, with the plugin:
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -35,6 +36,7 @@ from sglang_reshard.derived import DerivedState
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.testing import cpu_host
+from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights, write_checkpoint
 from support.reachable_state import reachable_state
@@ -70,6 +72,7 @@ class Seen:
     derived    paths of what was computed again
     remark     what nobody knows about
     error      of a run that has come to no end
+    alone      parameters that a start on the checkpoint leaves as they are, and so does the update
     """
 
     logits: tuple[str, ...] = ()
@@ -79,6 +82,7 @@ class Seen:
     derived: tuple[str, ...] = ()
     remark: str = ""
     error: str = ""
+    alone: tuple[str, ...] = ()
 
 
 def run(job: Run) -> Seen:
@@ -104,14 +108,14 @@ def _run(job: Run) -> Seen:
     derived.signature()
     weights = read_weights(at_b)
     specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
+    start = functools.partial(EngineStart, specs)
     if job.kind == "unrenewed":
         _forward(runner)
-        replay(trace(model, specs), weights)
-    else:
-        replay(trace(model, specs), weights, derived)
+    program = trace(model, specs, start)
+    replay(program, weights, None if job.kind == "unrenewed" else derived)
     logits, finite = _forward(runner)
     again = tuple(lazy.path for lazy in derived._found.lazy)
-    return Seen(logits, finite, reachable_state(model), first, again, derived.remark)
+    return Seen(logits, finite, reachable_state(model), first, again, derived.remark, alone=program.left_alone)
 
 
 def _runner(folder: str) -> Any:
@@ -213,6 +217,8 @@ def verdict(fresh: Seen, updated: Seen, unrenewed: Seen) -> dict[str, Any]:
     differing += sorted(updated.reachable.keys() - fresh.reachable.keys())
     if updated.error:
         outcome, why = "refused", updated.error
+    elif updated.alone and updated.logits != fresh.logits:
+        outcome, why = "cannot", f"logits that depend on {updated.alone[0]}, which SGLang's loader does not write"
     elif updated.first == fresh.logits:
         outcome, why = "cannot", "logits that are the same for all weights"
     elif updated.logits != fresh.logits:
