@@ -307,6 +307,7 @@ RUN_BY = {
     r"python -m benchmark\.parameter_stream": "test/unit/test_parameter_stream.py",
     r"python -m benchmark\.block_fp8": "test/unit/test_block_fp8_updates.py",
     r"make bench.*|python -m benchmark(\.\w+)?( .*)?": "test/unit/test_benchmark.py",
+    r"python -m pytest test/unit/test_derived_patterns\.py": "test/unit/test_derived_patterns.py",
     r"python -m release\.prose( .*)?": "test/unit/test_prose.py",
     r"make docs(-serve)?": "test/unit/test_site.py",
     r"python -m website\.pages": "test/unit/test_reference_pages.py",

@@ -24,6 +24,7 @@ from sglang_reshard.trace.code_uses import (
     functions_around,
     functions_of,
     functions_that_mention,
+    loaders_of,
     methods_of,
     names_reached,
     uses_of,
@@ -107,6 +108,15 @@ def may_read(change: Change, weights: Collection[str]) -> bool:
 def is_made_of_values(change: Change) -> bool:
     """Returns whether code that stores a number reads one from a tensor."""
     return any(not names_reached(uses).isdisjoint(_READS_VALUES) for uses in _making(change))
+
+
+def is_set_by_loading(change: Change) -> bool:
+    """Returns whether loading sets the value, and no other known code: updates repeat loading."""
+    table, key, in_container = change.table, change.key, change.table.kind == "container"
+    owner, name = table.keepers[0] if in_container and table.keepers else (table.owner, key)
+    kinds = [type(owner), *map(type, getattr(owner, "__dict__", {}).values())]
+    sets = [u for kind in kinds for u in loaders_of(kind) if name in (u.loads if in_container else u.stores)]
+    return bool(sets) and not _making(change)
 
 
 def _making(change: Change) -> list[Uses]:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from sglang_reshard.derived.in_place import Remake, rehearse
-from sglang_reshard.derived.laziness import guards, is_lazy, is_made_of_values, may_read
+from sglang_reshard.derived.laziness import guards, is_lazy, is_made_of_values, is_set_by_loading, may_read
 from sglang_reshard.derived.loaded_state import Change, LoadedState
 from sglang_reshard.derived.reachable import numbers_in, tensors_in
 from sglang_reshard.errors import Unsupported
@@ -115,8 +115,12 @@ class Search:
     def _judge_unknown(self, state: LoadedState, change: Change, of_parameter: bool) -> None:
         """No code is known to make again what has appeared."""
         held = state.new_tensors(change)
+        if is_set_by_loading(change):
+            return
         if not of_parameter and self._may_depend(change):
             self._refuse(change, "computed")
+        if _storages(change) <= self._weights:
+            return
         if held and (not change.table.is_global or self._resembles_weights(change)):
             self.unknown.append(change.path)
             logger.warning("%s was set after loading; updates do not write it", change.path)

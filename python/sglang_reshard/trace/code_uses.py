@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 # Methods that run once, when a model is built and loaded.
-ONCE = ("__init__", "__new__", "__setstate__", "load_", "post_load", "process_weights", "create_weights", "_load_")
+_LOADING = ("load_", "post_load", "process_weights", "create_weights", "_load_")
+ONCE = ("__init__", "__new__", "__setstate__", *_LOADING)
 # Methods that somebody else calls, once. Only others of the class may count on them.
 SETUP = ("init", "_init", "set_", "setup", "bind", "configure", "capture", "reserve", "prepare", "register", "reset")
 GLOBAL, CELL = "global ", "cell "  # before stored names that are no attributes
@@ -63,6 +64,14 @@ def _find_methods(kind: type) -> dict[str, Uses]:
     return found
 
 
+@functools.cache
+def _find_loaders(kind: type) -> list[Uses]:
+    """Returns the methods of a class that load weights, or process them afterwards."""
+    found = [(name, _code(value)) for base in kind.__mro__ for name, value in list(vars(base).items())]
+    return [uses_of(code) for name, code in found if code is not None and name.startswith(_LOADING)]
+
+
+loaders_of: Callable[[type], list[Uses]] = _find_loaders
 methods_of: Callable[[type], dict[str, Uses]] = functools.cache(_find_methods)
 
 
