@@ -25,6 +25,7 @@ from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import sglang_versions, stock_weights, torn_weights
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
+from sglang_reshard.trace.kept import kept_versions
 from sglang_reshard.version import PROTOCOL, __version__
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ _READ_S = 30.0  # until all of them have the weights
 _END_S = 5.0  # until one that was ended has ended
 _PUBLICATION = "_reshard_publication"  # on the manager: the latest that it holds or has held
 _LIVE = "_reshard_live"  # on the manager: request and output of the update that wrote the live weights
-_VERSIONS = "_reshard_versions"  # on the manager: parameter -> weight_version, where it is not that of the others
+_VERSIONS = "_reshard_versions"  # on the manager: parameter or part -> weight_version, where it is not the others'
 _OTHERS = "_reshard_others"  # on the manager: version of the others; empty where that is the engine's weight_version
 _WHOLE = "_reshard_whole_load"  # on the manager: SGLang's last load from disk has filled every parameter
 _MERGED = "_reshard_merged"  # on the manager: LoRA adapters that are merged into the live weights but those kept then
@@ -77,7 +78,7 @@ def record(
     before: dict[str, str] = getattr(manager, _VERSIONS, {})
     now = getattr(manager, _OTHERS, "") or str(sglang_versions.weight_version(manager) or "")
     left = [*output.kept, *([] if request.draft or not _has_drafts(manager) else [_DRAFTS])]
-    versions = {name: before.get(name, now) for name in left}
+    versions = kept_versions(left, before, now)
     by_version = {v: tuple(n for n in versions if versions[n] == v) for v in dict.fromkeys(versions.values())}
     digest = with_versions(output.digest, versions)
     output = msgspec.structs.replace(output, kept_versions=by_version, digest=digest)

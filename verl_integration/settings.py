@@ -15,7 +15,7 @@ from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 BACKEND = "reshard"
 # What may be set of a sender's and of an update's options: verl's name -> theirs.
 _OF_SENDER = {"transport": "transport", "bucket_bytes": "bucket_bytes", "timeout": "timeout_s", "delta": "delta"}
-_OF_UPDATE = {name: name for name in ("verify", "staged", "ignore", "draft")}
+_OF_UPDATE = {name: name for name in ("verify", "staged", "ignore", "frozen", "draft")}
 _PLACE = f"checkpoint_engine.engine_kwargs.{BACKEND}"
 
 

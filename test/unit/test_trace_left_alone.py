@@ -10,6 +10,7 @@ from oracle.replay import replay
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.checkpoint_headers import folder_specs
 from sglang_reshard.trace.initial_values import keep_initial_values
+from sglang_reshard.trace.kept import MayStay
 from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from toy_loader import specs_of
@@ -162,6 +163,13 @@ def test_a_buffer_that_the_loader_fills_must_be_sent(known, strict):
     else:
         with pytest.raises(Unsupported, match=r"layers\.0\.table is a buffer"):
             trace(model, sent, start)
+
+
+@pytest.mark.parametrize("name", ["layers.?.scalar", "model.layers.?.scalar"])
+def test_a_buffer_stays_by_either_of_its_names(name):
+    sent, start = specs_of(weights_of("weight", "half")), started(weights_of(*CHECKPOINT))
+    program = trace(Model(), sent, start, may_stay=MayStay((name,)))
+    assert program.kept == ("layers.0.scalar", "layers.1.scalar")
 
 
 @pytest.mark.parametrize("strict", [False, True])

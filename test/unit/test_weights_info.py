@@ -251,6 +251,14 @@ def test_merged_adapters_are_in_the_weights_until_these_are_written_again(manage
     assert weights_info.merged(manager) == ()
 
 
+def test_parts_of_parameters_that_updates_leave_keep_their_version(manager):
+    assert left(manager, "43", ["a[k]"]) == {"42": ("a[k]",)}
+    assert left(manager, "44", ["a"]) == {"43": ("a",), "42": ("a[k]",)}  # it stays as it is, the part within it
+    assert left(manager, "45", ["a[k]", "a[v]"]) == {"42": ("a[k]",), "43": ("a[v]",)}
+    assert left(manager, "46", ["a[v]", "b"]) == {"43": ("a[v]",), "45": ("b",)}
+    assert left(manager, "47", ["a[k]"]) == {"46": ("a[k]",)}
+
+
 def test_the_digest_tells_versions_of_kept_parameters_apart(manager):
     def digest_after(versions, kept):
         """The digest of an update with the same weights as all others, after updates to `versions`."""

@@ -12,9 +12,11 @@ from sglang_reshard.verl.settings import Settings
 
 def test_what_hydra_hands_over_is_read() -> None:
     given = OmegaConf.create({"transport": "p2p", "bucket_bytes": "1000000", "timeout": 60, "ignore": ["model.mtp.*"]})
+    given.frozen = ["*.k_proj.weight"]
     settings = Settings.of(given)
     assert settings == Settings(
-        SenderOptions(transport="p2p", bucket_bytes=1_000_000, timeout_s=60.0), UpdateOptions(ignore=("model.mtp.*",))
+        SenderOptions(transport="p2p", bucket_bytes=1_000_000, timeout_s=60.0),
+        UpdateOptions(ignore=("model.mtp.*",), frozen=("*.k_proj.weight",)),
     )
 
 

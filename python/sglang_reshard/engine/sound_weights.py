@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.shown_names import some_names
+from sglang_reshard.trace.kept import is_among
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class LastWrite:
     """The last update that wrote this engine rank's weights; by default none.
 
     stock_changes  as of its request
-    kept           names of the parameters that it left as they were
+    kept           names of the parameters, and of parts, that it left as they were
     """
 
     stock_changes: int = 0
@@ -27,20 +28,20 @@ class LastWrite:
 
 
 def check_kept(kept: Collection[str], request: DistributedUpdateWeightsReq, last: LastWrite, *, torn: bool) -> None:
-    """Raises Mismatch if an update would keep a parameter that nothing has brought.
+    """Raises Mismatch if an update would keep a parameter, or a part, that nothing has brought.
 
-    kept  names of the parameters that the update leaves as they are
+    kept  names of those that the update leaves as they are
     torn  whether the last update broke off while it wrote
     """
     unsound: Collection[str] = ()
     if request.stock_changes != last.stock_changes:  # SGLang itself has loaded or released all since
         unsound = () if request.stock_loaded else kept
     elif torn:
-        unsound = set(kept) - set(last.kept)
+        unsound = {name for name in kept if not is_among(name, last.kept)}
     if not unsound:
         return
     raise Mismatch(
         f"{some_names(sorted(unsound), 3)} would stay as they are, and nothing has brought them: the engine was "
         "started with load_format='dummy', its weights were released, or an update of them failed half-way. Send all "
-        "tensors once, without frozen= and only=, or start the engine on a checkpoint"
+        "tensors once, without frozen= and only=, or let SGLang load the model's checkpoint from disk"
     )

@@ -143,7 +143,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     digest    of all weights, the same for any layout and size of either side (`digest.whole_model`); empty
               unless verified == "full"
     message   a note to the trainer, such as names that the engine does not use
-    kept      names of the engine's parameters that were not sent and keep their values: `frozen`
+    kept      names of the engine's parameters, and of parts, that were not sent and keep their values: `frozen`
     kept_versions  weight_version -> names of the kept parameters that have it, and "draft.*" of draft models that were
               left; empty if an engine does not number its weights
     seconds   phase -> seconds: `publish`, `total` and `probe` (not part of `total`) on trainer rank 0, the

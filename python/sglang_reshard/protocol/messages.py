@@ -61,7 +61,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     abort_all_requests   end running requests instead of waiting for them
     ignore           fnmatch patterns of names that no engine rank needs to read
     apart            name -> why it is not its embedding bit for bit, of tensors that no engine rank may read
-    frozen, only     fnmatch patterns of the engine's parameters that may stay as they are, see `trace.kept.MayStay`
+    frozen, only     fnmatch patterns of weights that may stay as they are, see `trace.kept.MayStay`
     stock_changes    number of loads and releases of all weights other than by updates, since the engine's start
     stock_loaded     the last of these loaded weights. Both are added by the engine's tokenizer manager
     verify           compare checksums of the weights with the trainer's: "off", "sample" or "full"
@@ -265,7 +265,7 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     ranks         a report of each engine rank
     taken         engine ranks took the trainer ranks' offers instead of all weights
     detour        see `Traffic`
-    kept          names of the engine's parameters that were left as they are
+    kept          names of the engine's parameters that were left as they are, and of parts, see `trace.kept.part_of`
     kept_versions  weight_version -> names of the kept parameters that have it, and "draft.*" of draft models that were
                   left; added by the engine's tokenizer manager
     phase         of the failed update, see `engine.context.Phase`; empty if it succeeded, or failed before

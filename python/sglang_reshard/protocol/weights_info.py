@@ -40,8 +40,8 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     transport        that moved the weights
     engine_ranks     number of engine ranks that hold them
     layout           the trainer's layout of these weights; None without an update
-    kept             names of parameters that the update left as they were; the digest covers their names and versions,
-                     not their values
+    kept             names of parameters, and of parts of fused ones, that the update left as they were; the digest
+                     covers their names and versions, not their values
     kept_versions    weight_version -> names of the kept parameters that have it, and "draft.*" of draft models that the
                      update left. All others have `version`
     paused           True while generation is paused: requests wait

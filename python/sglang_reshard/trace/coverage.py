@@ -1,39 +1,34 @@
 """Checks that a trace writes every element of every parameter exactly once and reads nothing too early.
 
 This detects a loader that misses a tensor, loads one twice or ignores a config key. Storages can be huge, so writes
-are compared as boxes on a grid, whose cells end only where a write begins or ends.
+are compared as boxes on a grid (`cells`).
 """
 
 from __future__ import annotations
 
-import functools
-import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.shown_names import some_names
-from sglang_reshard.trace.geometry import (
-    BoxMapping,
-    Geometry,
-    IndexMap,
-    TooFragmented,
-    grid_shape,
-    intersection,
-    to_boxes,
-)
+from sglang_reshard.trace.cells import Cells, Place
+from sglang_reshard.trace.geometry import Geometry, IndexMap, TooFragmented
+from sglang_reshard.trace.kept import part_of, parts_of
 from sglang_reshard.trace.kv_scales import is_default_scale
-from sglang_reshard.trace.lazy_storage import CheckpointTensor, LiveStorage, VersionedView, leaves, names_of
+from sglang_reshard.trace.lazy_storage import LiveStorage, VersionedView, leaves
 from sglang_reshard.trace.left_alone import LeftAlone
 from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.memory import Record, geometry_of
-from sglang_reshard.trace.stock_load import StockLoad
+from sglang_reshard.trace.stock_load import StockLoad, copies_of, source_names
 
-_MAX_CELLS = 50_000_000
+_MAX_ELEMENTS = 50_000_000  # that are looked at one by one
+_NEEDED = -1  # for a cell that may neither stay nor be left alone
 
 
 def check_coverage(
@@ -49,18 +44,18 @@ def check_coverage(
     A model that has `keeps_unsent` set may have parameters that are not written at all.
 
     as_built  keys of storages that nothing at all may write: `repack` checks whether anybody reads them
-    stock     says which elements a start on the engine's checkpoint does not write either
+    stock     says which elements a start on the engine's checkpoint does not write either, and which may stay
     may_stay  returns whether nothing at all may write the parameter of this name
 
-    Returns the parameters with elements that neither this nor a start writes, and the names of those that stay.
+    Returns the parameters with elements that neither this nor a start writes, and the names of parameters that stay,
+    and of parts, see `kept.part_of`.
     """
-    left: list[LeftAlone] = []
     kept: list[str] = []
     written: dict[LiveStorage, list[Record]] = defaultdict(list)
-    must_be_full = {storages[key] for key in as_built if key in storages}  # what repacks them reads all of it
+    only_whole = {storages[key]: "the engine repacks it after loading" for key in as_built if key in storages}
     for record in records:
-        if _updates_in_place(record):
-            must_be_full.add(record.storage)  # each update would change again what it does not write
+        if _updates_in_place(record):  # each update would change again what it does not write
+            only_whole[record.storage] = "the loader computes it from its own values"
         else:
             written[record.storage].append(record)
     parameters: dict[LiveStorage, list[tuple[str, torch.Tensor]]] = defaultdict(list)
@@ -69,18 +64,18 @@ def check_coverage(
         if parameter.numel() and (key in storages or parameter.device.type != "meta"):
             parameters[storages[key]].append((name, parameter.data))
     keeps_unsent = getattr(model, "keeps_unsent", False)
+    check = _Check(stock or StockLoad((), records, None, lambda *_: ()))
     for storage in dict.fromkeys((*parameters, *written)):
-        names = [name for name, _ in parameters[storage]]
-        if storage not in written and storage_key(storage.tensor) in as_built:
+        if storage in written:
+            check.written(storage, parameters[storage], written[storage], only_whole.get(storage, ""))
+        elif storage_key(storage.tensor) in as_built:
             continue
-        if storage not in written and all(map(may_stay, names)):
-            kept += names
-            continue
-        if storage not in written and keeps_unsent:
-            continue
-        of_stock = None if storage in must_be_full else stock
-        left += _check_storage(storage, parameters[storage], written[storage], of_stock)
-    return left, kept
+        elif all(may_stay(name) for name, _ in parameters[storage]):
+            kept += [name for name, _ in parameters[storage]]
+        elif not keeps_unsent:
+            check.unwritten(storage, parameters[storage], only_whole.get(storage, ""))
+    check.end()
+    return check.left, kept + check.kept
 
 
 def _updates_in_place(record: Record) -> bool:
@@ -102,7 +97,7 @@ def _updates_in_place(record: Record) -> bool:
 def _covers(read: Sequence[Geometry], written: Geometry) -> bool:
     """Returns whether every element of `written` is in one of `read`; False if there are too many to look."""
     begin, end = written.span
-    if end - begin > _MAX_CELLS:
+    if end - begin > _MAX_ELEMENTS:
         return False
     missing = torch.zeros(max(end, *(geometry.span[1] for geometry in read)), dtype=torch.bool)
     missing.as_strided(written.size, written.stride, written.offset).fill_(True)
@@ -111,94 +106,161 @@ def _covers(read: Sequence[Geometry], written: Geometry) -> bool:
     return not missing.any()
 
 
-def _check_storage(
-    storage: LiveStorage,
-    parameters: list[tuple[str, torch.Tensor]],
-    records: list[Record],
-    stock: StockLoad | None,
-) -> list[LeftAlone]:
-    hint = functools.partial(stock.hint, storage.name) if stock is not None else str
-    if not records:
-        missing = [(name, parameter) for name, parameter in parameters if not is_default_scale(name, parameter)]
-        if not missing:
-            return []
-        loads = stock.writes() if stock is not None else None
-        if loads is None or storage.name in loads:
-            raise Unsupported(
-                f"{missing[0][0]} is not written by the loader at all: no tensor of the checkpoint reaches it. Compare "
-                "the names that are sent with those of the model's Hugging Face checkpoint; a quantized weight needs "
-                f"its scale, and frozen= names what stays as it is.{hint()}"
-            )
-        return [LeftAlone(name, parameter) for name, parameter in missing]
-    # In elements, or in units of the smallest dtype that the storage is written as.
-    unit = min(storage.tensor.dtype.itemsize, *(r.dtype.itemsize for r in records))
-    wanted = [_scaled(geometry_of(p), p.element_size() // unit) for _, p in parameters]
-    writes = [_scaled(r.index_map.written_view, r.dtype.itemsize // unit) for r in records]
-    if _runs_cover(wanted, writes):
-        return []
-    loaded = _of_stock(storage, wanted, writes, unit, stock)
-    maps = [IndexMap.flattening(g).simplified() for g in (*wanted, *writes, *(loaded or ()))]
-    strides = {loop.read for index_map in maps for loop in index_map.loops}
-    grid = grid_shape(storage.tensor.untyped_storage().nbytes() // unit, strides)
-    try:
-        boxes = [to_boxes(index_map, grid, unit_steps=True) for index_map in maps]
-    except TooFragmented:
-        raise _too_fragmented(storage) from None
-    cells = _Cells(storage, grid, [box for found in boxes for box in found])
-    counts = cells.zeros()
-    of_parameters, of_writes = boxes[: len(wanted)], boxes[len(wanted) : len(wanted) + len(writes)]
-    for written in of_writes:
-        for box in written:
-            counts[cells.slices(box)] += 1
-    needed = np.ones_like(counts, dtype=bool) if loaded is None else np.zeros_like(counts, dtype=bool)
-    for box in (box for found in boxes[len(wanted) + len(writes) :] for box in found):
-        needed[cells.slices(box)] = True
-    left = []
-    for covered, (name, tensor) in zip(of_parameters, parameters, strict=True):
-        slices = [cells.slices(box) for box in covered]
-        empty = sum(cells.volume((counts[s] == 0) & needed[s], s) for s in slices)
-        if empty:
-            scale = tensor.element_size() // unit
-            raise Unsupported(
-                f"{name} is not written completely: {empty // scale} of its {tensor.numel()} elements come from no "
-                f"checkpoint tensor; written by {_some(map(_label, records))}. A tensor is missing among "
-                f"those sent, or the loader does not support this model.{hint()}"
-            )
-        if any(bool((counts[s] == 0).any()) for s in slices):
-            left.append(LeftAlone(name, tensor, tuple(r.index_map.written_view for r in records)))
-    if (counts > 1).any():
-        cell = tuple(int(x) for x in np.argwhere(counts > 1)[0])
-        names = (
-            _label(record)
-            for record, written in zip(records, of_writes, strict=True)
-            if any(cells.has(box, cell) for box in written)
-        )
-        raise Unsupported(
-            f"the loader writes elements of {storage.name} more than once, from {_some(names)}. Send each weight once, "
-            "under one name."
-        )
-    return left
+class _Gap(NamedTuple):
+    """Elements that nothing writes and that may not stay.
 
-
-def _of_stock(
-    storage: LiveStorage, wanted: Sequence[Geometry], writes: Sequence[Geometry], unit: int, stock: StockLoad | None
-) -> list[Geometry] | None:
-    """Returns what a start on the checkpoint writes, in units; None if all that is wanted must be written.
-
-    It is asked for storages that are not full only, as it may cost a trace.
+    what        says so, and begins the error
+    storage     the name of theirs
+    filled_by   tensors of the engine's own checkpoint that fill them, and that are not sent
+    only_whole  why no part of the storage may stay; empty if it may
+    written     what writes the rest of it
     """
-    if stock is None or sum(map(_numel, writes)) >= sum(map(_numel, wanted)):
-        return None
-    if unit != storage.tensor.dtype.itemsize or (found := stock.writes()) is None:
-        return None
-    records = found.get(storage.name, ())
-    if any(record.dtype.itemsize != unit for record in records):
-        return None
-    return [record.index_map.written_view for record in records]
+
+    what: str
+    storage: str
+    filled_by: Sequence[str]
+    only_whole: str
+    written: Sequence[Record] = ()
 
 
-def _numel(geometry: Geometry) -> int:
-    return math.prod(geometry.size)
+class _Check:
+    """Checks storage by storage.
+
+    left  parameters with elements that neither the update nor a start on the engine's checkpoint writes
+    kept  names of the parts that stay
+    """
+
+    def __init__(self, stock: StockLoad) -> None:
+        self._stock = stock
+        self._gaps: list[_Gap] = []
+        self._fused: dict[str, LiveStorage] = {}  # part that stays -> storage that is written in part
+        self.left: list[LeftAlone] = []
+        self.kept: list[str] = []
+
+    def unwritten(self, storage: LiveStorage, parameters: list[tuple[str, torch.Tensor]], only_whole: str) -> None:
+        """`only_whole`: why it must be written even if no start on the engine's checkpoint writes it; else empty."""
+        missing = [(name, parameter) for name, parameter in parameters if not is_default_scale(name, parameter)]
+        fills = self._stock.fills(storage.name) if missing else ()
+        if fills is not None and not fills and not only_whole:
+            self.left += [LeftAlone(name, parameter) for name, parameter in missing]
+        elif fills and not only_whole and self._stock.all_may_stay(storage.name):
+            self.kept += [part for name, _ in missing for part in parts_of(name, source_names(fills))]
+        elif missing:
+            what = f"{missing[0][0]} is not written by the loader at all: no tensor that was sent reaches it"
+            self._add_gap(what, storage, copies_of(fills or ()), only_whole)
+
+    def written(
+        self, storage: LiveStorage, parameters: list[tuple[str, torch.Tensor]], records: list[Record], only_whole: str
+    ) -> None:
+        """Raises Unsupported if an element is written twice. `only_whole`: why no part may stay; empty if it may."""
+        # In elements, or in units of the smallest dtype that the storage is written as.
+        unit = min(storage.tensor.dtype.itemsize, *(r.dtype.itemsize for r in records))
+        wanted = [geometry_of(p).scaled(p.element_size() // unit) for _, p in parameters]
+        writes = [record.written(unit) for record in records]
+        if _runs_cover(wanted, writes):
+            return
+        fills: Sequence[Record] | None = None
+        if sum(g.numel for g in writes) < sum(g.numel for g in wanted):  # the answer may cost a trace
+            fills = self._stock.fills(storage.name)
+            if unit != storage.tensor.dtype.itemsize or any(r.dtype.itemsize != unit for r in fills or ()):
+                only_whole = only_whole or "it is written as two dtypes"
+        in_part = () if only_whole else fills or ()
+        cells = _cells(storage, unit, [*wanted, *writes, *(record.written(unit) for record in in_part)])
+        places = iter(cells.places)
+        of_parameters, of_writes, of_fills = (list(islice(places, n)) for n in map(len, (wanted, writes, in_part)))
+        counts = cells.counts(of_writes)
+        _check_once(storage.name, records, of_writes, counts)
+        left_alone = len(in_part)
+        stays = np.full_like(counts, _NEEDED if only_whole or fills is None else left_alone)
+        needed = []
+        for number, (record, filled) in enumerate(zip(in_part, of_fills, strict=True)):
+            if all(counts[at].all() for at in filled):
+                continue
+            if partly := any(counts[at].any() for at in filled):
+                only_whole = f"tensors that are sent write some of the elements that {record.label} fills"
+            if not (may_stay := not partly and self._stock.may_stay(record)):
+                needed.append(record)
+            for at in filled:
+                stays[at] = np.minimum(stays[at], number if may_stay else _NEEDED)
+        for (name, tensor), covered in zip(parameters, of_parameters, strict=True):
+            if empty := sum(cells.volume((counts[at] == 0) & (stays[at] == _NEEDED), at) for at in covered):
+                what = (
+                    f"{name} is not written completely: {empty * unit // tensor.element_size()} of its "
+                    f"{tensor.numel()} elements come from no tensor that was sent"
+                )
+                self._add_gap(what, storage, needed if in_part else fills or (), only_whole, records)
+                return
+            numbers = {int(n) for at in covered for n in np.unique(stays[at][counts[at] == 0])}
+            staying = [in_part[n] for n in sorted(numbers - {left_alone})]
+            if parts := [part_of(name, source) for source in source_names(staying)]:
+                self._fused[parts[0]] = storage
+                self.kept += parts
+            if left_alone in numbers:
+                self.left.append(LeftAlone(name, tensor, tuple(r.index_map.written_view for r in (*records, *staying))))
+
+    def _add_gap(
+        self, what: str, storage: LiveStorage, fills: Sequence[Record], only_whole: str, written: Sequence[Record] = ()
+    ) -> None:
+        """`fills`: what a start writes there; `written`: the rest of the storage."""
+        if fixed := [record for record in fills if not self._stock.could_stay(record)]:
+            only_whole = only_whole or f"the loader writes {_labels(fixed)} together with them"
+        if shared := written and self._shared(storage):
+            only_whole = only_whole or f"it shares elements of {shared} with tensors that are sent"
+        self._gaps.append(_Gap(what, storage.name, self._stock.unsent(fills), only_whole, written))
+
+    def end(self) -> None:
+        """Raises Unsupported if something is missing, or may not stay by itself."""
+        if self._gaps:
+            gap = next((gap for gap in self._gaps if gap.only_whole), self._gaps[0])
+            raise Unsupported(f"{gap.what}. {self._advice(gap)}")
+        for part, storage in self._fused.items():
+            if shared := self._shared(storage):
+                raise Unsupported(
+                    f"{part} may not stay as it is, because it shares elements of {shared} with tensors that are sent. "
+                    f"Send all tensors of {storage.name}, or none"
+                )
+
+    def _shared(self, storage: LiveStorage) -> str:
+        """Returns the name of a storage of the same module that several tensors of a start share; empty if none is."""
+        path = storage.name.rpartition(".")[0]
+        of_module = (item for item in (self._stock.writes() or {}).items() if item[0].rpartition(".")[0] == path)
+        return next((name for name, fills in of_module if _share_elements(fills)), "")
+
+    def _advice(self, gap: _Gap) -> str:
+        if not gap.filled_by:
+            written = f"The rest is written by {_labels(gap.written)}. " if gap.written else ""
+            return (
+                f"{written}Compare the names that are sent with those of the model's Hugging Face checkpoint; a "
+                "quantized weight needs its scale, and frozen= names what stays as it is."
+                f"{self._stock.hint(gap.storage)}"
+            )
+        source = f"The engine's own checkpoint fills it from {some_names(gap.filled_by, 4)}"
+        if gap.only_whole:
+            return f"{source}. Send these too: no part of it may stay as it is, because {gap.only_whole}"
+        advice = self._stock.advice([name for gap in self._gaps for name in gap.filled_by])
+        return f"{advice} {source}. Compare the names that are sent with those in it"
+
+
+def _check_once(
+    storage: str, records: Sequence[Record], of_writes: Sequence[Sequence[Place]], counts: np.ndarray
+) -> None:
+    """Raises Unsupported if an element is written twice."""
+    if not (counts > 1).any():
+        return
+    cell = tuple(int(x) for x in np.argwhere(counts > 1)[0])
+    twice = [
+        record
+        for record, places in zip(records, of_writes, strict=True)
+        if any(all(s.start <= c < s.stop for s, c in zip(at, cell, strict=True)) for at in places)
+    ]
+    raise Unsupported(
+        f"the loader writes elements of {storage} more than once, from {_labels(twice)}. Send each weight once, under "
+        "one name."
+    )
+
+
+def _labels(records: Sequence[Record]) -> str:
+    return some_names(list(dict.fromkeys(record.label for record in records)), 4)
 
 
 def _runs_cover(wanted: Sequence[Geometry], writes: Sequence[Geometry]) -> bool:
@@ -226,101 +288,23 @@ def _runs_cover(wanted: Sequence[Geometry], writes: Sequence[Geometry]) -> bool:
     return True
 
 
-def _label(record: Record) -> str:
-    content = record.content
-    if isinstance(content, CheckpointTensor):
-        return content.spec.name
-    return names_of(content) if isinstance(content, VersionedView) else f"a fill with {content}"
-
-
-def _some(labels: Iterable[str]) -> str:
-    return some_names(list(dict.fromkeys(labels)), 4)
-
-
-def _too_fragmented(storage: LiveStorage) -> Unsupported:
-    return Unsupported(
-        f"{storage.name} is written in too many pieces to check that every element is written once. Send its weights "
-        "in a layout closer to the engine's."
-    )
-
-
-def _scaled(geometry: Geometry, factor: int) -> Geometry:
-    if factor == 1:
-        return geometry
-    offset, size, stride = geometry
-    return Geometry(offset * factor, (*size, factor), (*(s * factor for s in stride), 1))
-
-
-class _Cells:
-    """The cells of a grid that is cut along each dimension where any box begins or ends."""
-
-    def __init__(self, storage: LiveStorage, grid: tuple[int, ...], boxes: list[BoxMapping]) -> None:
-        edges: list[set[int]] = [{0, n} for n in grid]
-        for box in boxes:
-            for d, (a, n) in enumerate(zip(box.start, box.size, strict=True)):
-                edges[d].update((a, a + n))
-        ordered = [sorted(e) for e in edges]
-        self._index = [{x: i for i, x in enumerate(e)} for e in ordered]
-        self._lengths = [np.diff(np.array(e, dtype=np.int64)) for e in ordered]
-        if np.prod([len(n) for n in self._lengths], dtype=np.float64) > _MAX_CELLS:
-            raise _too_fragmented(storage)
-
-    def zeros(self) -> np.ndarray:
-        return np.zeros([len(n) for n in self._lengths], dtype=np.int32)
-
-    def slices(self, box: BoxMapping) -> tuple[slice, ...]:
-        return tuple(
-            slice(index[a], index[a + n]) for index, a, n in zip(self._index, box.start, box.size, strict=True)
-        )
-
-    def has(self, box: BoxMapping, cell: tuple[int, ...]) -> bool:
-        return all(s.start <= c < s.stop for s, c in zip(self.slices(box), cell, strict=True))
-
-    def volume(self, chosen: np.ndarray, at: tuple[slice, ...]) -> int:
-        """Returns the number of elements in the chosen cells of a part of the grid."""
-        if not chosen.any():
-            return 0
-        volumes = np.ones((), dtype=np.int64)
-        for lengths, part in zip(self._lengths, at, strict=True):
-            volumes = np.multiply.outer(volumes, lengths[part])
-        return int(volumes[chosen].sum())
-
-
-def check_order(records: Sequence[Record]) -> None:
-    """Raises Unsupported if a step reads values that a later copy writes, or that a step in between changes.
-
-    All copies of an update come before its first step, independent of the loader's order.
-    """
-    by_storage: dict[LiveStorage, list[int]] = defaultdict(list)
-    for i, record in enumerate(records):
-        by_storage[record.storage].append(i)
-    for i, record in enumerate(records):
-        if not isinstance(record.content, VersionedView):
-            continue
-        for leaf in leaves(record.content):
-            storage = leaf.storage.base
-            if not isinstance(storage, LiveStorage):
-                continue
-            for j in by_storage[storage]:
-                other = records[j]
-                later = j >= leaf.version and (isinstance(other.content, CheckpointTensor) or j < i)
-                if later and j != i and _overlap(leaf, other, storage):
-                    raise Unsupported(
-                        f"The loader computes {record.storage.name} from {storage.name} before it has loaded "
-                        f"{_label(other)} there. An update copies all weights first, so it cannot keep this order. Use "
-                        "SGLang's own update_weights_from_tensor."
-                    )
-
-
-def _overlap(leaf: VersionedView, record: Record, storage: LiveStorage) -> bool:
-    unit = min(leaf.dtype.itemsize, record.dtype.itemsize)
-    a = _scaled(leaf.geometry, leaf.dtype.itemsize // unit)
-    b = _scaled(record.index_map.written_view, record.dtype.itemsize // unit)
-    if a.span[1] <= b.span[0] or b.span[1] <= a.span[0]:
+def _share_elements(fills: Sequence[Record]) -> bool:
+    """Returns True unless each element is filled from one checkpoint tensor."""
+    found = {(record.label, record.dtype, record.index_map.written_view): record for record in fills}
+    copies = copies_of(found.values())
+    unit = min((record.dtype.itemsize for record in copies), default=1)
+    views = [record.written(unit) for record in copies]
+    if _runs_cover((), views):
         return False
-    grid = grid_shape(storage.tensor.untyped_storage().nbytes() // unit, (*a.stride, *b.stride))
+    cells = _cells(copies[0].storage, unit, views)
+    return bool((cells.counts(cells.places) > 1).any())
+
+
+def _cells(storage: LiveStorage, unit: int, views: Sequence[Geometry]) -> Cells:
     try:
-        ours, theirs = (to_boxes(IndexMap.flattening(g), grid, unit_steps=True) for g in (a, b))
+        return Cells(storage.tensor.untyped_storage().nbytes() // unit, views)
     except TooFragmented:
-        return True
-    return any(intersection(x, y) is not None for x in ours for y in theirs)
+        raise Unsupported(
+            f"{storage.name} is written in too many pieces to check that every element is written once. Send its "
+            "weights in a layout closer to the engine's."
+        ) from None

@@ -53,6 +53,12 @@ class Geometry(NamedTuple):
         last = sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
         return self.offset, self.offset + last + 1 if self.numel else self.offset
 
+    def scaled(self, factor: int) -> Geometry:
+        """The same view in smaller units, `factor` for each element."""
+        if factor == 1:
+            return self
+        return Geometry(self.offset * factor, (*self.size, factor), (*(s * factor for s in self.stride), 1))
+
 
 class Loop(NamedTuple):
     """`size` steps; `read` and `write` are the strides in the storages that are read and written."""

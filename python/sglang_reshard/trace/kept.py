@@ -1,10 +1,14 @@
-"""Parameters that an update leaves as they are: nothing that is sent reaches them, and the trainer allows it."""
+"""Parameters, and parts of them, that an update leaves as they are: nothing that is sent reaches them, and the trainer
+allows it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from glob import escape
 
 import torch
 
@@ -13,15 +17,18 @@ from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.repack import RepackedModule
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBERED = re.compile(r"(.*?\.\d*)(\d)(\..*)")  # up to the last digit of the first number
 MAIN = "reshard_main"  # attribute of a model that wraps the engine's: the path of that one
 
 
 @dataclass(frozen=True, slots=True)
 class MayStay:
-    """Says which parameters may stay as they are, by fnmatch patterns of their names in the engine's model.
+    """Says what may stay as it is, by fnmatch patterns.
 
-    frozen  they may stay
-    only    all others may stay; empty if there is no such rule
+    frozen  of names in the engine's model, whose parameters may stay as a whole, and of names in its own checkpoint:
+            what a start fills from these tensors may stay, also where it is a part of a fused parameter
+    only    of names in the engine's model; all other parameters may stay. Empty if there is no such rule
     """
 
     frozen: tuple[str, ...] = ()
@@ -31,6 +38,63 @@ class MayStay:
         if any(fnmatchcase(name, pattern) for pattern in self.frozen):
             return True
         return bool(self.only) and not any(fnmatchcase(name, pattern) for pattern in self.only)
+
+    def from_checkpoint(self, name: str) -> bool:
+        """Returns whether what the tensor of this name in the engine's own checkpoint has filled may stay."""
+        return any(fnmatchcase(name, pattern) for pattern in self.frozen)
+
+
+def part_of(parameter: str, tensor: str) -> str:
+    """Returns the name of the part of a parameter that a start fills from a checkpoint tensor."""
+    return f"{parameter}[{tensor}]"
+
+
+def parts_of(parameter: str, tensors: Sequence[str]) -> list[str]:
+    """Returns the names of all parts of a parameter; its own if it is a checkpoint tensor itself, in another model."""
+    if [name.split(".")[-2:] for name in tensors] == [parameter.split(".")[-2:]]:
+        return [parameter]
+    return [part_of(parameter, tensor) for tensor in tensors]
+
+
+def parameter_of(name: str) -> str:
+    """Returns the parameter that a kept part belongs to; of a whole parameter, its name."""
+    return name.partition("[")[0]
+
+
+def is_among(name: str, kept: Collection[str]) -> bool:
+    """Returns whether a kept parameter, or a kept part, or the whole parameter of it, is one of `kept`."""
+    return name in kept or parameter_of(name) in kept
+
+
+def kept_versions(kept: Iterable[str], before: Mapping[str, str], others: str) -> dict[str, str]:
+    """Returns the version of each parameter and each part that an update keeps.
+
+    before  versions of parameters and parts before the update
+    others  the version of all others
+
+    A parameter that is kept keeps its parts of other versions, which are listed, too.
+    """
+    versions = {name: before.get(name, before.get(parameter_of(name), others)) for name in kept}
+    return versions | {name: version for name, version in before.items() if parameter_of(name) in versions}
+
+
+def patterns_of(names: Collection[str], most: int) -> list[str]:
+    """Returns fnmatch patterns that match these names and, unless those would be more than `most`, no others.
+
+    Names that differ in the last digit of their first number share one: `layers.1[5678].mlp`.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(names):
+        match = _NUMBERED.fullmatch(name)
+        before, digit, after = match.groups() if match else (name, "", "")
+        found.setdefault((escape(before), escape(after)), []).append(digit)
+    patterns = [
+        before + (f"[{''.join(digits)}]" if len(digits) > 1 else digits[0]) + after
+        for (before, after), digits in found.items()
+    ]
+    if len(patterns) > most:
+        return sorted({_NUMBER.sub("*", escape(name)) for name in names})
+    return patterns
 
 
 def engine_name(model: torch.nn.Module, name: str) -> str:
@@ -45,23 +109,30 @@ def kept_modules(
     storages: Mapping[int, LiveStorage],
     records: Sequence[Record],
     may_stay: MayStay,
+    fills_may_stay: Callable[..., bool],
 ) -> list[RepackedModule]:
-    """Returns the repacked modules that are not written and whose parameters may all be kept."""
+    """Returns the repacked modules that are not written and whose parameters may all be kept.
+
+    fills_may_stay  returns whether a start fills any of the live storages of these names, and all of that may stay
+    """
     written: Collection[LiveStorage] = {record.storage for record in records}
-    return [
-        module
-        for module in modules
-        if (names := _names(module))
-        and all(may_stay(engine_name(model, name)) for name in names)
-        and not any(storages.get(storage_key(p)) in written for p in module.built.parameters.values() if p is not None)
-    ]
+
+    def is_kept(module: RepackedModule) -> bool:
+        parameters = {module.name(name): storages.get(storage_key(p)) for name, p in _parameters(module)}
+        if not parameters or any(storage in written for storage in parameters.values()):
+            return False
+        if all(may_stay(engine_name(model, name)) for name in parameters):
+            return True
+        return bool(may_stay.frozen) and fills_may_stay(*(s.name for s in parameters.values() if s is not None))
+
+    return [module for module in modules if is_kept(module)]
 
 
 def names_kept(model: torch.nn.Module, parameters: Iterable[str], modules: Iterable[RepackedModule]) -> tuple[str, ...]:
     """Returns the names, in the engine's own model, of parameters and of those of repacked modules, in order."""
-    found = {*parameters, *(name for module in modules for name in _names(module))}
+    found = {*parameters, *(module.name(name) for module in modules for name, _ in _parameters(module))}
     return tuple(sorted(engine_name(model, name) for name in found))
 
 
-def _names(module: RepackedModule) -> list[str]:
-    return [module.name(name) for name, p in module.built.parameters.items() if p is not None and p.numel()]
+def _parameters(module: RepackedModule) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return ((name, p) for name, p in module.built.parameters.items() if p is not None and p.numel())

@@ -41,7 +41,9 @@ def check_buffers(
 ) -> list[str]:
     """Raises Unsupported, naming it, for a tensor that a start would load, and an update does not write.
 
-    may_stay  returns whether nothing at all may write the tensor of this name. Returns the names of those that stay
+    may_stay  returns whether nothing at all may write the tensor of this name
+
+    Returns the names of those that stay: by their own, or by those of the checkpoint's tensors that fill them.
 
     That is a persistent buffer. If one must be looked for in the engine's own checkpoint, attributes and other buffers
     that it fills are found, too. Also raises Unsupported for a persistent buffer that nobody loads, if the engine's
@@ -57,15 +59,15 @@ def check_buffers(
         return []
     loaded = _loaded(storages, written, unwritten, stock, parameters)
     kept: list[str] = []
-    for storage_name, source in loaded.items():
+    for storage_name, sources in loaded.items():
         name = unwritten[storage_name][0] if storage_name in unwritten else storage_name
-        if may_stay(name):
+        if may_stay(name) or stock.tensors_may_stay(sources):
             kept.append(name)
             continue
         unsure = f" (It is not known whether the model's checkpoint has it: {stock.unknown}.)" if stock.unknown else ""
         raise Unsupported(
-            f"{name} is a buffer that the loader fills from {source}, which was not sent: named_parameters() has no "
-            f"buffers. Pass model.state_dict().items(), or the module itself, which have them.{unsure}"
+            f"{name} is a buffer that the loader fills from {sources[0]}, which was not sent: named_parameters() has "
+            f"no buffers. Pass model.state_dict().items(), or the module itself, which have them.{unsure}"
         )
     for name, buffer in unwritten.values():
         if buffer.is_floating_point() and any(_within(model, name, stock.randomized)):
@@ -82,15 +84,15 @@ def _loaded(
     unwritten: Mapping[str, tuple[str, torch.Tensor]],
     stock: StockLoad,
     parameters: Collection[int],
-) -> dict[str, str]:
+) -> dict[str, list[str]]:
     """Returns live storage -> what would be loaded to it, for those that an update does not write."""
     writes = stock.writes()
     if writes is None:
         tensors = {storage_name: buffer for storage_name, (_, buffer) in unwritten.items()}
-        return stock.takes(tensors)
+        return {name: [source] for name, source in stock.takes(tensors).items()}
     others = {s.name for key, s in storages.items() if key not in parameters and s not in written}
     sources = {name: source_names(records) for name, records in writes.items() if name in others}
-    return {name: names[0] for name, names in sources.items() if names}
+    return {name: names for name, names in sources.items() if names}
 
 
 def restoring_steps(model: torch.nn.Module, left: Sequence[LeftAlone], stock: StockLoad) -> list[Step]:

@@ -25,6 +25,7 @@ from sglang_reshard.trace.lazy_storage import (
     UninitializedRead,
     VersionedView,
     Write,
+    names_of,
     origins,
 )
 from sglang_reshard.trace.lazy_tensor import LazyTensor
@@ -45,6 +46,17 @@ class Record(NamedTuple):
     dtype: torch.dtype
     index_map: IndexMap
     content: CheckpointTensor | Number | VersionedView
+
+    @property
+    def label(self) -> str:
+        """Says where the elements come from, for messages."""
+        if isinstance(self.content, CheckpointTensor):
+            return self.content.spec.name
+        return names_of(self.content) if isinstance(self.content, VersionedView) else f"a fill with {self.content}"
+
+    def written(self, unit: int) -> Geometry:
+        """The elements that are written, in units of so many bytes."""
+        return self.index_map.written_view.scaled(self.dtype.itemsize // unit)
 
 
 class TraceMemory:

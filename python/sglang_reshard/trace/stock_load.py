@@ -23,8 +23,11 @@ import torch
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.shown_names import some_names
+from sglang_reshard.trace.kept import patterns_of
 from sglang_reshard.trace.lazy_storage import CheckpointTensor, VersionedView, leaves
 from sglang_reshard.trace.memory import Record
+
+_MOST_PATTERNS = 12  # that an error lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +61,11 @@ class StockLoad:
         records: Sequence[Record],
         start: Callable[[], EngineStart] | None,
         trace: TraceRecords,
+        may_stay: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        """`records` are those of an update that sends `specs`."""
-        self._specs, self._records, self._trace = specs, records, trace
+        """`records` are those of an update that sends `specs`. `may_stay`: see `MayStay.from_checkpoint`."""
+        self._specs, self._records, self._trace, self._may_stay = specs, records, trace, may_stay
+        self._sent = {spec.name for spec in specs}
         self._start = functools.cache(start if start is not None else lambda: EngineStart(None))
         self._found: Mapping[str, Sequence[Record]] | None = None
         self._asked = False
@@ -94,6 +99,46 @@ class StockLoad:
             return None
         return found
 
+    def fills(self, storage: str) -> Sequence[Record] | None:
+        """Returns the writes of one live storage, none if a start leaves it alone; None if that is not known."""
+        writes = self.writes()
+        return None if writes is None else writes.get(storage, ())
+
+    def could_stay(self, record: Record) -> bool:
+        """Returns whether frozen= could name what a start has written: no value in it changes with the update."""
+        names = list(_sources(record))
+        live = isinstance(record.content, VersionedView) and len(names) < len(list(leaves(record.content)))
+        return bool(names) and not live and self._sent.isdisjoint(names)
+
+    def may_stay(self, record: Record) -> bool:
+        """Returns whether what a start has written may stay."""
+        return self.could_stay(record) and all(map(self._may_stay, _sources(record)))
+
+    def tensors_may_stay(self, names: Collection[str]) -> bool:
+        """Returns whether tensors of the engine's own checkpoint have filled something, and all of that may stay."""
+        return self._sent.isdisjoint(names) and all(map(self._may_stay, names))
+
+    def all_may_stay(self, *storages: str) -> bool:
+        """Returns whether a start fills any of these live storages, and all of that may stay."""
+        copies = copies_of(record for storage in storages for record in self.fills(storage) or ())
+        return bool(copies) and all(map(self.may_stay, copies))
+
+    def unsent(self, fills: Iterable[Record]) -> list[str]:
+        """Returns the names of the tensors that are written, but not sent."""
+        return [name for name in source_names(fills) if name not in self._sent]
+
+    def advice(self, unsent: Iterable[str]) -> str:
+        """Returns what to do about these tensors of the engine's own checkpoint.
+
+        The patterns are for all engine ranks: tensors that others miss, in other layers for example, have such names.
+        """
+        kinds = {_kind(name) for name in unsent}
+        alike = [s.name for s in self._start().specs or () if s.name not in self._sent and _kind(s.name) in kinds]
+        patterns = patterns_of(alike, _MOST_PATTERNS)
+        if len(alike) > len(self._sent) or len(patterns) > _MOST_PATTERNS:
+            return "Send the missing tensors, or name those whose values may stay in frozen=."
+        return f"Send the missing tensors, or pass frozen={patterns} to the update to keep the engine's values."
+
     def hint(self, storage: str) -> str:
         """Returns what is known about a live storage that is not written completely, as the end of an error message."""
         writes = self.writes()
@@ -101,8 +146,8 @@ class StockLoad:
             return f" The engine's own checkpoint fills it from {some_names(names, 4)}."
         if self.unknown:
             return (
-                " If a start on the model's checkpoint does not write it either, put the complete checkpoint in the "
-                f"engine's model_path; its headers show that ({self.unknown})."
+                " If a start on the model's checkpoint does not write it either, or frozen= names the tensors that do, "
+                f"put the complete checkpoint in the engine's model_path; its headers show that ({self.unknown})."
             )
         return ""
 
@@ -113,12 +158,11 @@ class StockLoad:
                  the model's, as its neighbours are named
         """
         names = _names_in_checkpoint(tensors, self._records)
-        known = {spec.name for spec in self._specs}
         probes = {
             name: TensorSpec(name, tuple(tensors[path].shape), str(tensors[path].dtype).removeprefix("torch."))
             for path, candidates in names.items()
             for name in candidates
-            if name not in known
+            if name not in self._sent
         }
         while probes:
             last: list[str] = []
@@ -139,6 +183,11 @@ class StockLoad:
                 if name in probes and record.storage.name in tensors
             }
         return {}
+
+
+def copies_of(fills: Iterable[Record]) -> list[Record]:
+    """Returns the writes that are no numbers, which come with the tensors that fill a storage."""
+    return [record for record in fills if not isinstance(record.content, (int, float))]
 
 
 def source_names(records: Iterable[Record]) -> list[str]:

@@ -27,7 +27,7 @@ from sglang_reshard.trace.block_specs import (
     without_scales,
 )
 from sglang_reshard.trace.built_modules import modules_as_built
-from sglang_reshard.trace.coverage import check_coverage, check_order
+from sglang_reshard.trace.coverage import check_coverage
 from sglang_reshard.trace.folded import flags_of, label, unfold_steps
 from sglang_reshard.trace.geometry import boxes_forgotten
 from sglang_reshard.trace.kept import MayStay, engine_name, kept_modules, names_kept
@@ -39,6 +39,7 @@ from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.nvfp4 import WHOLE, nvfp4_layers, refusal
 from sglang_reshard.trace.post_load import DeferredCall, defer_post_load, post_load_steps
 from sglang_reshard.trace.program import Program
+from sglang_reshard.trace.read_order import check_order
 from sglang_reshard.trace.recorder import Recorder
 from sglang_reshard.trace.repack import (
     RepackedModule,
@@ -71,14 +72,12 @@ def trace(
 
     start       returns how the engine was started; asked only if something is not written. Without it every parameter
                 must be, and every persistent buffer that the loader takes
-    may_stay    says which parameters may stay as they are, if nothing writes them
+    may_stay    says what may stay as it is, if nothing writes it: the program's `kept`
     weightless  the model was built on the meta device, see `live_storages`
 
     Writes nothing to the model and restores its attributes, also after an error. Weights for a block-fp8 engine that
     have more bits are quantized by the program, see `block_fp8`, and modules that were repacked after loading are
     repacked again, see `repack`.
-
-    may_stay  parameters that may be left as they are: the program's `kept`
 
     Raises Mismatch if the loader rejects the tensors, and Unsupported if what it does cannot be repeated as copies
     followed by steps.
@@ -108,8 +107,6 @@ def _traced(
         loader = _Loader(model, blocks, parameters, weightless)
         found, quantized = loader.run(specs)
         storages = found.recorder.storages
-        staying = kept_modules(model, repacked, storages, found.records, may_stay)
-        repacked = [module for module in repacked if module not in staying]
         parts = split_records(repacked, storages, found.records)
         check_order(parts.writes)
         writes, every = drop_repeated_writes(parts.writes), drop_repeated_writes(parts.all_written)
@@ -117,7 +114,9 @@ def _traced(
         def stays(name: str) -> bool:
             return may_stay(engine_name(model, name))
 
-        stock = _stock_load(loader, repacked, specs, every, start)
+        stock = _stock_load(loader, repacked, specs, every, start, may_stay)
+        staying = kept_modules(model, repacked, storages, found.records, may_stay, stock.all_may_stay)
+        repacked = [module for module in repacked if module not in staying]
         left, kept = check_coverage(model, storages, every, parameters, stock, stays)
         all_written = {record.storage for record in every}
         kept += check_buffers(model, storages, all_written, stock, stays)
@@ -237,6 +236,7 @@ def _stock_load(
     specs: Sequence[TensorSpec],
     records: Sequence[Record],
     start: Callable[[], EngineStart] | None,
+    may_stay: MayStay,
 ) -> StockLoad:
     """Returns the trace of a start on the engine's checkpoint. Must be asked while modules are as they were built."""
 
@@ -245,7 +245,7 @@ def _stock_load(
         found, _ = loader.run(others, last)
         return split_records(repacked, found.recorder.storages, found.records).all_written
 
-    return StockLoad(specs, records, start, records_of)
+    return StockLoad(specs, records, start, records_of, may_stay.from_checkpoint)
 
 
 def _check_names(specs: Sequence[TensorSpec]) -> None:

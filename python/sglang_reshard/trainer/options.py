@@ -119,7 +119,8 @@ class UpdateOptions:
     rename              the names to send the tensors under: a dict of prefixes, old -> new, or a function from name to
                         name. Pass the same function object in every update. `ignore` refers to the new names
     frozen              fnmatch patterns ("visual.*") of the engine's parameters that may keep their live values, if
-                        nothing that is sent reaches them. Those that do are the report's `kept`
+                        nothing that is sent reaches them, and of tensors of its own checkpoint ("*.k_proj.weight"): the
+                        parts of fused parameters that these fill may. The report's `kept` lists both
     only                fnmatch patterns of the engine's parameters that must be written; others are treated as `frozen`
     merged              names of the LoRA adapters that are merged into the weights; set for a PEFT model and for its
                         `base_tensors`. An engine that serves adapters refuses such weights; an engine with such weights

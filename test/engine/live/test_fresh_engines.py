@@ -8,6 +8,7 @@ stays. The engine that starts on the checkpoint is SGLang without the plugin.
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,20 @@ def test_copies_that_a_forward_pass_has_made_are_made_again(sglang: str, staged:
 
 
 @IN_STAGES
-def test_buffers_that_the_loader_fills_are_sent(staged: bool, tmp_path: Path) -> None:
+def test_buffers_that_the_loader_fills_are_sent_and_a_part_of_a_fused_parameter_stays(
+    staged: bool, tmp_path: Path
+) -> None:
     for version in ("1", "2"):
         write_gemma4(tmp_path / version, int(version))
-    steps = [step("1", without="*.layer_scalar"), step("1"), step("2", staged=staged)]
-    dummy, refused, first, second, fresh = seen(tmp_path, steps, tmp_path / "2")
+    part = "model.layers.1.self_attn.k_proj.weight"
+    of_fused = {"without": part, "frozen": [part]}
+    steps = [step("1", without="*.layer_scalar"), step("1"), step("2", staged=staged, **of_fused)]
+    mixed = write_with_a_part_of(part, tmp_path / "1", tmp_path / "2", tmp_path / "mixed")
+    dummy, refused, first, second, fresh = seen(tmp_path, steps, mixed)
     assert "layer_scalar is a buffer that the loader fills" in refused["refusal"]
     assert "state_dict()" in refused["refusal"]
     assert refused["digests"] == dummy["digests"]
+    assert second["kept"] == [f"model.layers.1.self_attn.qkv_proj.weight[{part}]"]
     assert_is_fresh(second, fresh, dummy, first)
     assert any(name.endswith("layer_scalar") for name in fresh["digests"][0])
 
@@ -66,7 +73,7 @@ def test_a_frozen_tower_stays_once_it_has_been_sent(staged: bool, tmp_path: Path
         write_qwen3_vl(tmp_path / version, int(version), torch.bfloat16)
     frozen = {"without": "*.visual.*", "frozen": ["visual.*"]}
     steps = [step("1", **frozen), step("1"), step("2", **frozen), step("3", staged=staged, **frozen)]
-    mixed = write_with_the_tower_of(tmp_path / "1", tmp_path / "3", tmp_path / "mixed")
+    mixed = write_with_a_part_of("*.visual.*", tmp_path / "1", tmp_path / "3", tmp_path / "mixed")
     image = str(write_image(tmp_path / "image.png"))
     dummy, refused, first, second, third, fresh = seen(tmp_path, steps, mixed, image)
     assert "visual." in refused["refusal"]
@@ -115,12 +122,13 @@ def write_gemma4(folder: Path, seed: int) -> None:
     (folder / "config.json").write_text(json.dumps(config | heads | {"swa_num_key_value_heads": kv_heads}))
 
 
-def write_with_the_tower_of(tower: Path, rest: Path, folder: Path) -> Path:
+def write_with_a_part_of(part: str, other: Path, rest: Path, folder: Path) -> Path:
+    """`rest`, with the tensors of these names as `other` has them."""
     folder.mkdir()
     for file in rest.iterdir():
         (folder / file.name).symlink_to(file)
     weights = load_file(rest / "model.safetensors")
-    weights |= {n: t for n, t in load_file(tower / "model.safetensors").items() if ".visual." in n}
+    weights |= {n: t for n, t in load_file(other / "model.safetensors").items() if fnmatchcase(n, part)}
     (folder / "model.safetensors").unlink()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
