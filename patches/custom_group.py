@@ -13,9 +13,10 @@ def join(
     """Collective over the group. `timeout_s` of the rendezvous and of any operation."""
     from sglang.srt.utils.common import init_custom_process_group
 
+    host = f"[{master_address.strip('[]')}]" if ":" in master_address else master_address  # an IPv6 address
     group: dist.ProcessGroup = init_custom_process_group(
         backend=backend,
-        init_method=f"tcp://{master_address}:{master_port}",
+        init_method=f"tcp://{host}:{master_port}",
         timeout=timedelta(seconds=timeout_s),
         world_size=world_size,
         rank=rank,

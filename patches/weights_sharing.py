@@ -13,6 +13,7 @@ import functools
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -32,6 +33,7 @@ from sglang_reshard.protocol.messages import (
     SharedWeights,
     ShareWeightsReq,
 )
+from sglang_reshard.protocol.session import is_loopback
 from sglang_reshard.version import check_same_protocol
 
 if TYPE_CHECKING:
@@ -156,10 +158,11 @@ async def _pull(manager: TokenizerManager, request: PullWeightsReq) -> Distribut
 def engine_interface(manager: TokenizerManager, interface: str) -> str:
     """Returns `interface`, or, where only this host can reach it, the one at which the engine's nodes meet."""
     arguments = manager.server_args
-    if arguments.nnodes == 1 or not interface.startswith("127."):
+    if arguments.nnodes == 1 or not is_loopback(interface):
         return interface
-    host, _, _port = str(arguments.dist_init_addr).rpartition(":")
-    return socket.gethostbyname(host)
+    host = urlsplit(f"//{arguments.dist_init_addr}").hostname  # of [2001:db8::1]:5000, too
+    addresses = socket.getaddrinfo(host, None)
+    return str(min(addresses, key=lambda found: found[0])[4][0])  # the IPv4 one, if there are both
 
 
 def _dtype(manager: TokenizerManager) -> str:

@@ -1,11 +1,13 @@
 """When a server's weights are not shared with another engine, and who waits while they are."""
 
 import asyncio
+import socket
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from sglang_reshard import WeightSender
 from sglang_reshard.control import Address, ControlClient
@@ -146,3 +148,24 @@ def test_a_share_that_is_not_answered_holds_up_no_update(patches, manager, monke
         sender.close()
         receiver.close()
     assert have_ended("sglang-reshard share")
+
+
+@pytest.mark.parametrize("interface", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize(("meet", "host"), [("10.1.2.3:5000", "10.1.2.3"), ("[2001:db8::1]:5000", "2001:db8::1")])
+def test_nodes_meet_at_the_address_of_the_first_one(patches, manager, interface, meet, host):
+    manager.server_args.dist_init_addr = meet
+    assert patches.weights_sharing.engine_interface(manager, interface) == interface
+    manager.server_args.nnodes = 2
+    assert patches.weights_sharing.engine_interface(manager, interface) == host
+    assert patches.weights_sharing.engine_interface(manager, "10.7.7.7") == "10.7.7.7"
+
+
+@pytest.mark.parametrize("address", ["::1", "[::1]", "127.0.0.1"])
+def test_a_trainers_group_is_joined_at_any_kind_of_address(patches, address):
+    from sglang_reshard.patches import custom_group
+
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as free:
+        free.bind((address.strip("[]"), 0))
+        port = free.getsockname()[1]
+    group = custom_group.join(address, port, 0, 1, f"at {address}", "gloo", 20)
+    dist.destroy_process_group(group)

@@ -28,6 +28,7 @@ class Server:
         self.url, self.version, self.publication, self.torn = "a server", "", 0, ""
         self.loaded: list[dict[str, torch.Tensor]] = []
         self.asked, self.fails = 0, None
+        self.engine_ranks = 0  # that an update has brought weights to
 
     def weights_info(self) -> Any:
         return self
@@ -52,6 +53,6 @@ class Server:
             receiver.close()
         if not output.success:
             raise EngineRefused(output.message)
-        self.version, self.publication, self.torn = version, publication, ""
+        self.version, self.publication, self.torn, self.engine_ranks = version, publication, "", 1
         self.loaded.append({name: tensor.clone() for name, tensor in weights.tensors.items()})
         return LoadSnapshotOutput(True, read_bytes=sum(rank.received_bytes for rank in output.ranks))

@@ -92,3 +92,9 @@ def test_a_part_that_is_missing_or_no_number_makes_no_digest():
     assert whole_model.model_digest([whole_model.to_bytes(1), whole_model.to_bytes((1 << 64) - 1)]) == "0" * 16
     assert whole_model.model_digest([whole_model.to_bytes(1), whole_model.to_bytes(None)]) == ""
     assert whole_model.model_digest([b"123456789"]) == ""
+
+
+def test_a_version_and_a_name_are_told_apart():
+    """Both are text of users, and together they read the same."""
+    found = [whole_model.with_versions("0" * 16, kept) for kept in ({"b of c": "a"}, {"c": "a of b"})]
+    assert found[0] != found[1]

@@ -257,6 +257,12 @@ def test_the_way_to_a_server_names_our_address():
         RemoteEngine("http://no-such-host.invalid:1").local_address()
 
 
+@pytest.mark.parametrize("end", ["?token=a", "/#b"])
+def test_a_url_that_would_take_in_the_path_of_a_request_is_refused(server, end):
+    with pytest.raises(Unsupported, match="is not the URL of a server"):
+        RemoteEngine(server.url + end)
+
+
 def test_many_calls_leave_no_connection_open(server):
     """One that idles is closed by the server some day, and a request on it at that moment is lost."""
     engine = RemoteEngine(server.url)

@@ -126,6 +126,22 @@ def test_names_that_the_converter_does_not_return_are_refused(names, says):
         fused_slices(names, SHAPE, gate_up(lambda half: half))
 
 
+def test_numbers_that_tell_tensors_of_a_row_apart_are_no_rows():
+    """Mixtral's: w1 and w3 have one shape, and differ in a number only."""
+
+    def convert(first, segment):
+        w1, w3 = segment[0].chunk(2)
+        return [(f"experts.{first}.w1.weight", w1), (f"experts.{first}.w3.weight", w3)]
+
+    listed = [(f"experts.{e}.w{n}.weight", (INNER, HIDDEN)) for e in range(EXPERTS) for n in (1, 3)]
+    assert [name for name, _ in fused_slices(listed, SHAPE, convert)] == [name for name, _ in listed]
+    for row in (1, 2):
+        swapped = list(listed)
+        swapped[2 * row : 2 * row + 2] = listed[2 * row : 2 * row + 2][::-1]
+        with pytest.raises(Unsupported, match=rf"experts\.{row}\.w1\.weight of shape"):
+            fused_slices(swapped, SHAPE, convert)
+
+
 # -- ShardSpecs of fused tensors
 
 

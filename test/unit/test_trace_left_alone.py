@@ -261,6 +261,42 @@ def test_a_layer_that_is_wrapped_later_gets_its_initial_value():
     assert layer.fused[SIZE:].tolist() == [4, 5, 6, 7]
 
 
+def test_a_layer_that_is_called_as_a_wrapper_keeps_its_own_initial_value():
+    """The module around it has a parameter of the same name, shape and place in the checkpoint's names."""
+
+    class Around(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.base_layer, self.gain = layer, torch.nn.Parameter(torch.full((SIZE,), 3.0))
+
+    model, weights = Model(), weights_of(*CHECKPOINT)
+    model.layers[1] = around = Around(model.layers[1])
+    model.load_weights = lambda tensors: Model.load_weights(
+        model, ((name.replace("layers.1.", "layers.1.base_layer."), tensor) for name, tensor in tensors)
+    )
+    replay(trace(randomized(model), specs_of(weights), started(weights)), weights)
+    assert around.base_layer.gain.tolist() == [1] * SIZE
+    assert around.gain.tolist() == [3] * SIZE
+
+
+def test_a_number_in_a_buffers_name_is_no_layers():
+    """The loader knows the second scale, and has never heard of the first one."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(SIZE))
+            self.register_buffer("scale1", torch.ones(SIZE))
+            self.register_buffer("scale2", torch.ones(SIZE))
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                {"weight": self.weight.data, "scale2": self.scale2}[name].copy_(tensor)
+
+    with pytest.raises(Unsupported, match="scale2 is a buffer that the loader fills from scale2"):
+        trace(Scaled(), specs_of({"weight": torch.zeros(SIZE)}))
+
+
 def test_the_checkpoint_is_asked_for_only_if_something_is_not_written():
     asked = []
     sent = specs_of(weights_of("weight", "half", "gain", "zeros", "scalar", "table"))

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from oracle.replay import replay
 from sglang_reshard.trace.live_signature import LiveSignature, live_signature
+from sglang_reshard.trace.tracer import trace
+from toy_loader import specs_of
 
 
 def test_the_signature_follows_tensors():
@@ -26,6 +29,18 @@ def test_a_second_path_to_a_tensor_changes_nothing():
     model.kept_too = model.weight.data  # as MLA keeps one from its first forward on
     assert live_signature(model) == before
     assert live_signature(torch.nn.Linear(3, 2)) != before
+
+
+def test_tensors_under_keys_that_read_alike_are_two():
+    """A loader fills tables[1] and tables["1"]: neither gets what the other one is sent."""
+    model = torch.nn.Module()
+    model.tables = {1: torch.zeros(2), "1": torch.zeros(2)}
+    model.weight = torch.nn.Parameter(torch.zeros(2))
+    into = {"number": model.tables[1], "text": model.tables["1"], "weight": model.weight.data}
+    model.load_weights = lambda weights: [into[name].copy_(tensor) for name, tensor in weights]
+    sent = {name: torch.full((2,), float(n)) for n, name in enumerate(into, 1)}
+    replay(trace(model, specs_of(sent)), sent)
+    assert [tensor.tolist() for tensor in into.values()] == [tensor.tolist() for tensor in sent.values()]
 
 
 # -- LiveSignature: each change is seen, and nothing else leads to a new walk

@@ -10,7 +10,7 @@ from sglang_reshard import MultiEngineSender, Snapshots, WeightSender
 from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
-from sglang_reshard.errors import EngineRefused, EngineUnreachable, Unsupported
+from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, Unsupported
 from sglang_reshard.extras.snapshots.manifest import decode_snapshot
 from support.refusals import refusal_of
 from support.toy import ToyRank, checkpoint
@@ -88,5 +88,9 @@ def test_it_is_of_one_engine_and_names_are_checked_at_once(tmp_path):
     several = MultiEngineSender(Address("s", "127.0.0.1", 1, "00"), trainer_rank=0, global_ranks=(0,))
     with pytest.raises(Unsupported, match="on_failure='exclude'"):
         Snapshots(several, tmp_path).update_or_write({}, weight_version="1")
+    nobody = object.__new__(WeightSender)  # of which nothing is asked
+    for version in ("a/b", "latest", ".partial"):
+        with pytest.raises(Mismatch, match="cannot be the name of a snapshot"):
+            Snapshots(nobody, tmp_path).update_or_write({}, weight_version=version)
     with pytest.raises(TypeError, match="kept"):
         Snapshots(several, tmp_path, kept=3)

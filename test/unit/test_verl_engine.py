@@ -31,6 +31,7 @@ def mesh():
         (("dp", "tp"), {}, "has 2 dimensions"),
         ("tp", {"nnodes": 3}, "cannot be divided evenly among 3 nodes"),
         ("tp", {"nnodes": 2}, "interface="),
+        ("tp", {"nnodes": 2, "interface": "::1"}, "interface="),
     ],
 )
 def test_what_cannot_be_started_is_refused_by_name(mesh, dims, options, says):

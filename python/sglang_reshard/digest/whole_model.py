@@ -9,6 +9,7 @@ update leaves as they are count by their names and, where an engine knows them, 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -89,7 +90,7 @@ def with_versions(digest: str, versions: Mapping[str, str]) -> str:
     """
     if not digest or not versions:
         return digest
-    return _with_names(digest, {f"version {version} of {name}" for name, version in versions.items()})
+    return _with_names(digest, {json.dumps(["version", version, name]) for name, version in versions.items()})
 
 
 def _with_names(digest: str, names: Iterable[str]) -> str:

@@ -31,7 +31,7 @@ from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.patches.embedded_engine import EmbeddedEngine
 from sglang_reshard.patches.launch import require_main_guard
 from sglang_reshard.protocol.messages import PauseMode
-from sglang_reshard.protocol.session import LOOPBACK
+from sglang_reshard.protocol.session import LOOPBACK, is_loopback
 from sglang_reshard.protocol.weights_info import WeightsInfo
 from sglang_reshard.sources import NamedTensors
 from sglang_reshard.trainer.collectives import first_rank_address, on_first_rank
@@ -234,7 +234,7 @@ class VerlEngine:
 def _check_nodes(trainer_ranks: int, nnodes: int, interface: str) -> None:
     if trainer_ranks % nnodes:
         raise Unsupported(f"{trainer_ranks} trainer ranks cannot be divided evenly among {nnodes} nodes")
-    if nnodes > 1 and interface.startswith("127."):
+    if nnodes > 1 and is_loopback(interface):
         raise Unsupported(
             f"nnodes={nnodes}, but the session listens on {interface}, which other nodes cannot reach; pass "
             "interface=, the first node's address in the private network"

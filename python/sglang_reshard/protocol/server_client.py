@@ -275,6 +275,7 @@ def check_url(url: str) -> str:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise Unsupported(f"{url!r} is not a valid URL: {error}; pass http://host:port") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host or (parsed.port or 1) > _MAX_PORT:
+    is_server = parsed.scheme in ("http", "https") and parsed.host and (parsed.port or 1) <= _MAX_PORT
+    if not is_server or any(c in url for c in "?#"):  # they would take in the path that is appended
         raise Unsupported(f"{url!r} is not the URL of a server; pass http://host:port")
     return url.rstrip("/")

@@ -25,6 +25,11 @@ PUBLISHED_S = 30.0  # for what a trainer has published before it sends its reque
 LEAVE_TIMEOUT_S = 10.0  # how long trainer rank 0 waits at the end for ranks that may have died
 
 
+def is_loopback(interface: str) -> bool:
+    """Returns whether only this host reaches it."""
+    return interface in ("localhost", "::1") or interface.startswith("127.")
+
+
 def handles_key(trainer_rank: int, digest: str = "") -> str:
     """Returns where a trainer rank's `Handles` lie: ranks that have equal ones delete their own only."""
     return f"handles/{trainer_rank}/{digest}"

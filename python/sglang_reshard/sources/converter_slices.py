@@ -57,11 +57,14 @@ def _of_all_rows(
             f"{len(slices)} tensors for each of {shape[0]} rows"
         )
     patterns = [_pattern(name) for name, _ in slices]
+    shifts: dict[tuple[int, str], list[int]] = {}  # of the numbers in names, from row 0 on
     found = []
     for number, (name, size) in enumerate(named):
         row, place = divmod(number, len(slices))
         first_name, part = slices[place]
-        if _pattern(name) != patterns[place] or size != part.shape or (row == 0 and name != first_name):
+        shift = [new - first for new, first in zip(_numbers(name), _numbers(first_name), strict=False)]
+        alike = _pattern(name) == patterns[place] and shifts.setdefault((row, patterns[place]), shift) == shift
+        if not alike or size != part.shape or (row == 0 and name != first_name):
             raise Unsupported(
                 f"{name} of shape {size} is listed where the converter returns {first_name} of shape {part.shape} for "
                 "row 0. The converter must treat all rows alike"
@@ -72,6 +75,10 @@ def _of_all_rows(
 
 def _pattern(name: str) -> str:
     return re.sub(r"\d+", "#", name)
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]
 
 
 def _from_views(to_hf_chunk: Converter, row: tuple[int, ...]) -> list[tuple[str, FusedSlice]] | None:

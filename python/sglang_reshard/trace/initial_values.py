@@ -38,9 +38,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InitialValues:
-    """Initial values of a model's parameters by name, in host memory: all elements, or one that all are equal to."""
+    """Initial values of a model's parameters by name, in host memory: all elements, or one that all are equal to; None
+    of those that are not remembered.
+    """
 
-    parameters: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, torch.Tensor | None]
 
 
 def kept_values(model: torch.nn.Module) -> InitialValues | None:
@@ -56,8 +58,7 @@ def keep_initial_values(model: torch.nn.Module) -> Iterator[None]:
         fixed = [tensor for _, tensor in persistent_buffers(model) if tensor.is_floating_point()]
         fixed += [parameter.data for name, parameter in model.named_parameters() if is_scale(name, parameter)]
         copies = [tensor.clone() for tensor in fixed]
-        remembered = ((name, _initial(parameter.data)) for name, parameter in model.named_parameters())
-        values = InitialValues({name: value for name, value in remembered if value is not None})
+        values = InitialValues({name: _initial(parameter.data) for name, parameter in model.named_parameters()})
     yield
     with torch.no_grad():
         for tensor, copy in zip(fixed, copies, strict=True):

@@ -119,8 +119,10 @@ def _initial(model: torch.nn.Module, one: LeftAlone, root: str, values: InitialV
     """Returns the value to be restored; None for a value that is undefined in an engine started on the checkpoint,
     too.
     """
-    # SGLang wraps layers that LoRA adapters are for once the model is loaded.
-    initial = values.parameters.get(one.name.removeprefix(root).replace(".base_layer.", "."))
+    name = one.name.removeprefix(root)
+    if name not in values.parameters:  # SGLang wraps layers that LoRA adapters are for once the model is loaded
+        name = name.replace(".base_layer.", ".")
+    initial = values.parameters.get(name)
     if initial is None:
         owner = model.get_submodule(one.name.rpartition(".")[0])
         if getattr(owner, "quant_method", None) is None:

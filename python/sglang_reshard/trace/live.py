@@ -47,7 +47,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 def live_storages(
     model: torch.nn.Module, as_built: Collection[int] = (), *, weightless: bool = False
 ) -> dict[int, LiveStorage]:
-    """Returns every live storage by `storage_key`, named after the first path that leads to it.
+    """Returns every live storage by `storage_key`, named after the first path that leads to it; no two alike.
 
     Meta tensors are left out, unless the whole model was built on the meta device, to be traced without memory.
 
@@ -55,6 +55,7 @@ def live_storages(
     weightless  the model was built on the meta device, and modules of it that name a device themselves are elsewhere
     """
     storages: dict[int, LiveStorage] = {}
+    names: set[str] = set()
     on_meta = weightless or {p.device.type for p in model.parameters() if p.numel() > 1} == {"meta"}
     for name, tensor in live_tensors(model):
         if tensor.numel() == 0:
@@ -63,6 +64,9 @@ def live_storages(
         if tensor.device.type == "meta" and not on_meta and key not in as_built:
             continue
         if key and key not in storages:
+            while name in names:  # of the keys 1 and "1" of a dict, for example
+                name += "'"
+            names.add(name)
             storages[key] = LiveStorage(name, tensor.detach())
     return storages
 

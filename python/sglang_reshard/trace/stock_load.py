@@ -212,7 +212,8 @@ def _sources(record: Record) -> Iterable[str]:
 
 
 def _kind(name: str) -> str:
-    return re.sub(r"\d+", "*", name)
+    """Returns the name without the numbers of layers and experts. Those in a longer part of a name are no numbers."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _names_in_checkpoint(paths: Collection[str], records: Iterable[Record]) -> dict[str, list[str]]:

@@ -2,9 +2,9 @@
 
     cache/
       .sglang-reshard-cache     one follower holds a lock on it
-      copy-1766700000000000/    a snapshot's files, and its manifest, in a folder named by its publication
+      copy-5f0c1a2b3d4e5f60/    a snapshot's files, and its manifest, which says what it is a copy of
 
-A copy is never changed: each snapshot gets a separate folder, so that a server may read one at any time.
+A copy is never changed: each gets a folder of a new name, so that a server may read one at any time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.extras.snapshots.delta_file import apply_delta
@@ -35,6 +35,11 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MARK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _MODE = 0o666  # less the umask
 _COPY, _UNFINISHED = "copy-", ".unfinished-"  # of the names of copies, and of those that are being made
+
+
+class _Copy(NamedTuple):
+    path: Path
+    snapshot: Snapshot
 
 
 class Cache:
@@ -63,40 +68,41 @@ class Cache:
         """
         check_kinds(newest, lambda name: folder.where(newest.name, name))
         try:
-            present = self._found()
-            if present == newest and self._is_whole(newest):
-                return self._place(newest)
-            chain = None if present is None else self._chain(folder, present, newest, entries)
-            if present is None or chain is None or not self._advanced(folder, chain, self._place(present)):
-                self._check_sizes(folder, newest)
-                with self._new_copy(newest, folder) as copy:
-                    for name in newest.files:
-                        self._read_whole(folder, newest, name, copy)
-            return self._place(newest)
+            present = self._found(entries)
+            if present is not None and present.snapshot == newest and self._is_whole(present):
+                return present.path
+            chain = None if present is None else self._chain(folder, present.snapshot, newest, entries)
+            if present is not None and chain is not None and (copy := self._advanced(folder, chain, present.path)):
+                return copy
+            self._check_sizes(folder, newest)
+            with self._new_copy(newest, folder) as copy:
+                for name in newest.files:
+                    self._read_whole(folder, newest, name, copy)
+            return _finished(copy)
         except OSError as error:
             raise ReshardError(f"snapshot {newest.name} cannot be stored in the cache {self.path}: {error}") from error
 
-    def _place(self, snapshot: Snapshot) -> Path:
-        return self.path / f"{_COPY}{snapshot.publication}"
-
-    def _found(self) -> Snapshot | None:
+    def _found(self, entries: Sequence[Entry]) -> _Copy | None:
         """Returns the newest copy, and deletes all other files. None if there is none."""
-        known: list[Snapshot] = []
+        known: list[_Copy] = []
+        order = {entry: number for number, entry in enumerate(entries)}  # snapshots of 0.1.0 have no publication
         for name in self._copies.names():
-            with contextlib.suppress(Mismatch):
-                known.append(manifest_in(self._copies, name))
-        known = [snapshot for snapshot in known if is_folder(self._place(snapshot))]
-        newest = max(known, key=lambda snapshot: snapshot.publication, default=None)
-        self._clear(keep=newest)
+            if name.startswith(_COPY):
+                with contextlib.suppress(Mismatch):
+                    known.append(_Copy(self.path / name, manifest_in(self._copies, name)))
+        newest = max(
+            known, key=lambda copy: (copy.snapshot.publication, order.get(copy.snapshot.entry, -1)), default=None
+        )
+        self._clear(keep=None if newest is None else newest.path)
         return newest
 
-    def _clear(self, keep: Snapshot | None) -> None:
+    def _clear(self, keep: Path | None) -> None:
         """Deletes all copies and files but one copy, and this package's own mark. A server that reads one has it open.
 
         Folders of a user stay.
         """
         for path in self.path.iterdir():
-            if path.name == CACHE_MARK or (keep is not None and path == self._place(keep)):
+            if path.name == CACHE_MARK or path == keep:
                 continue
             if not is_folder(path):
                 path.unlink()
@@ -105,17 +111,17 @@ class Cache:
 
     @contextlib.contextmanager
     def _new_copy(self, snapshot: Snapshot, folder: Folder) -> Iterator[Path]:
-        """Yields the folder of a new copy. Raises Mismatch at its end, naming a file of `folder`, if it is damaged."""
+        """Yields the folder of a new copy, which is then `_finished`.
+
+        Raises Mismatch at its end, naming a file of `folder`, if the copy is damaged.
+        """
         copy = self.path / f"{_UNFINISHED}{secrets.token_hex(8)}"
         copy.mkdir()
         try:
             yield copy
             self._check(snapshot, folder, copy)
             write_atomically(copy / MANIFEST, encode(snapshot))
-            place = self._place(snapshot)
-            if os.path.lexists(place):  # a copy of it that was damaged
-                shutil.rmtree(place)
-            os.rename(copy, place)
+            os.rename(copy, _finished(copy))
         except BaseException:
             shutil.rmtree(copy, ignore_errors=True)
             raise
@@ -148,8 +154,8 @@ class Cache:
         needed = sum(f.nbytes if f.delta_bytes is None else f.delta_bytes for s in chain for f in s.files.values())
         return chain[::-1] if newest.files.keys() <= present.files.keys() and needed < whole else None
 
-    def _advanced(self, folder: Folder, chain: Sequence[Snapshot], base: Path) -> bool:
-        """Makes a copy along a chain of snapshots from the copy `base`; returns whether that has succeeded."""
+    def _advanced(self, folder: Folder, chain: Sequence[Snapshot], base: Path) -> Path | None:
+        """Makes a copy along a chain of snapshots from the copy `base`. Returns it; None if that has failed."""
         newest = chain[-1]
         try:
             with self._new_copy(newest, folder) as copy:
@@ -157,8 +163,8 @@ class Cache:
                     self._advance(folder, chain, name, base, copy)
         except Mismatch as error:
             logger.warning("%s; snapshot %s is read whole", error, newest.name)
-            return False
-        return True
+            return None
+        return _finished(copy)
 
     def _advance(self, folder: Folder, chain: Sequence[Snapshot], name: str, base: Path, copy: Path) -> None:
         """Makes one file of `copy`: of its last whole version, by the deltas since."""
@@ -202,10 +208,10 @@ class Cache:
         files = LocalFolder(copy)
         check_files(lambda name: files.open("", name), snapshot, lambda name: folder.where(snapshot.name, name))
 
-    def _is_whole(self, snapshot: Snapshot) -> bool:
-        """Returns whether the copy of a snapshot is undamaged."""
+    def _is_whole(self, copy: _Copy) -> bool:
+        """Returns whether a copy is undamaged."""
         try:
-            self._check(snapshot, self._copies, self._place(snapshot))
+            self._check(copy.snapshot, self._copies, copy.path)
         except Mismatch:
             self._clear(keep=None)
             return False
@@ -227,6 +233,11 @@ class Cache:
                 f"{self.path} has {free} bytes free, but snapshot {snapshot.name} needs {needed}; free space, or use "
                 "another cache folder"
             )
+
+
+def _finished(copy: Path) -> Path:
+    """Returns the name that a copy gets once it is whole."""
+    return copy.with_name(copy.name.replace(_UNFINISHED, _COPY, 1))
 
 
 def _claim(path: Path) -> int:

@@ -176,18 +176,35 @@ class StoredFolder:
 
 
 def folder_of(url: str | Path) -> Folder:
-    """Returns the folder at a path or URL. Raises Unsupported for a URL that fsspec cannot read here."""
-    import fsspec
-
-    try:
-        files, root = fsspec.core.url_to_fs(str(url))
-    except ImportError as error:  # of the package that reads such URLs
-        raise Unsupported(f"{url} cannot be read: {error}. Install that package with pip on this host") from error
-    except ValueError as error:
-        known = fsspec.available_protocols()
-        raise Unsupported(f"{url} cannot be read: {error}{nearest(str(url).partition('://')[0], known)}") from error
+    """Returns the folder at a path or URL. Raises Unsupported as `file_system` does."""
+    files, root = file_system(url)
     protocols = (files.protocol,) if isinstance(files.protocol, str) else files.protocol
     return LocalFolder(root) if "file" in protocols else StoredFolder(files, root)
+
+
+def file_system(url: str | Path) -> tuple[Any, str]:
+    """Returns fsspec's file system of a path or URL, and the path there.
+
+    Raises Unsupported for a URL that fsspec does not know here, and for one whose end it would drop.
+    """
+    import fsspec
+
+    given = str(url)
+    if "://" not in given:  # fsspec would cut the name of a folder at "::"
+        return fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(given))
+    if "://" not in given.rpartition("::")[2]:
+        raise Unsupported(
+            f"{given} has a name with '::', which fsspec reads as a chain of URLs; use a name without it, or pass a "
+            "local folder as a plain path"
+        )
+    try:
+        files, root = fsspec.core.url_to_fs(given)
+    except ImportError as error:  # of the package that reads such URLs
+        raise Unsupported(f"{given} cannot be read: {error}. Install that package with pip on this host") from error
+    except ValueError as error:
+        known = fsspec.available_protocols()
+        raise Unsupported(f"{given} cannot be read: {error}{nearest(given.partition('://')[0], known)}") from error
+    return files, root
 
 
 def _is_name(name: str) -> bool:

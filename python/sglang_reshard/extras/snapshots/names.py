@@ -11,7 +11,7 @@ DELTA = ".delta"  # suffix of what has changed of a file since the snapshot befo
 
 _NAME_BYTES = 255  # of one component, on every file system
 _ROOM = len(".") + len(".partial")  # around a snapshot's name, while it is written
-_PATTERNS = frozenset("*?[]")  # an object store's client expands them
+PATTERNS = frozenset("*?[]")  # an object store's client expands them
 
 
 def check_snapshot_name(name: str, where: str = "") -> None:
@@ -20,7 +20,7 @@ def check_snapshot_name(name: str, where: str = "") -> None:
         not _is_component(name, _NAME_BYTES - _ROOM)
         or name.startswith(".")
         or name in (LATEST, LIST)
-        or not _PATTERNS.isdisjoint(name)
+        or not PATTERNS.isdisjoint(name)
     )
     if bad:
         raise Mismatch(

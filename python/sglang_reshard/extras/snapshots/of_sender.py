@@ -17,6 +17,7 @@ from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import EngineUnreachable, Unsupported
 from sglang_reshard.extras.asynchronous.background import UpdateHandle
+from sglang_reshard.extras.snapshots.names import check_snapshot_name
 from sglang_reshard.extras.snapshots.writer import SnapshotOptions, SnapshotReport, SnapshotWriter
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.sources import NamedTensors, TrainerState
@@ -108,12 +109,14 @@ class Snapshots:
         otherwise.
 
         Raises the errors of `WeightSender.update` and `write`, except EngineUnreachable, and Unsupported for a sender
-        to several engines: use `update(..., on_failure="exclude")` there.
+        to several engines: use `update(..., on_failure="exclude")` there. Raises Mismatch, before anything is sent, for
+        a weight_version that cannot be the name of a snapshot.
         """
         if isinstance(self._sender, MultiEngineSender):
             raise Unsupported("update_or_write needs a WeightSender; with a MultiEngineSender use on_failure='exclude'")
         if weight_version is None:
             raise Unsupported("update_or_write needs weight_version=, which names the snapshot")
+        check_snapshot_name(weight_version)
         again = repeatable(named_tensors)
         try:
             return self._sender.update(again, weight_version=weight_version, **options)

@@ -26,7 +26,7 @@ MOST_TENSORS = 30_000  # of one file
 _HEADER_BYTES = 16 << 20  # at most
 _LENGTH_BYTES = 8
 _PART = 1 << 24
-_METADATA = "__metadata__"
+METADATA = "__metadata__"  # in a table of tensors, and the name of none
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 Open = Callable[[str], AbstractContextManager[tuple[BinaryIO, int]]]
@@ -110,7 +110,7 @@ def read_table(opened: BinaryIO, nbytes: int, where: str) -> Table:
     header = opened.read(length)
     try:
         listed = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        if (metadata := listed.pop(_METADATA, None)) is not None:
+        if (metadata := listed.pop(METADATA, None)) is not None:
             msgspec.json.decode(metadata, type=dict[str, str])
         tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in listed.items()}
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:

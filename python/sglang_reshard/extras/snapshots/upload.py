@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_reshard.errors import DeadlineExceeded, Mismatch
-from sglang_reshard.extras.snapshots.folders import StoredFolder, entry_of, listed_or_found
+from sglang_reshard.errors import DeadlineExceeded, Mismatch, Unsupported
+from sglang_reshard.extras.snapshots.folders import StoredFolder, entry_of, file_system, listed_or_found
 from sglang_reshard.extras.snapshots.manifest import LIST, Entry, SnapshotList, encode
+from sglang_reshard.extras.snapshots.names import PATTERNS
 from sglang_reshard.observability.logs import get_logger
 
 logger = get_logger(__name__)
@@ -30,10 +31,15 @@ class SnapshotStore:
     """A URL below which each snapshot has a folder."""
 
     def __init__(self, url: str) -> None:
-        """Raises ImportError or ValueError for a URL that fsspec does not know here."""
-        import fsspec
-
-        self._files, self._root = fsspec.core.url_to_fs(url)
+        """Raises Unsupported as `file_system` does, and for a URL that is a pattern: `_delete` would delete all that
+        match it.
+        """
+        self._files, self._root = file_system(url)
+        if not PATTERNS.isdisjoint(self._root):
+            raise Unsupported(
+                f"snapshots cannot be uploaded to {url}: an object store's client reads a path with * ? [ ] as a "
+                "pattern, and would delete snapshots of other folders; use a URL without them"
+            )
         self._reader = StoredFolder(self._files, self._root)
         self._claim = f"{self._root}/{_CLAIM}{secrets.token_hex(8)}"
 

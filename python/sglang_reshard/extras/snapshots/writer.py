@@ -108,6 +108,10 @@ class SnapshotWriter:
             raise Mismatch(f"keep={options.keep} would delete every snapshot; pass at least 1")
         check_snapshot_name(options.name)
         self._name = options.name
+        store: SnapshotStore | None = None
+        if options.upload is not None:
+            with self._phase("store"):
+                store = SnapshotStore(options.upload)
         publication = next_publication()  # of these weights: an update that begins meanwhile brings later ones
         state = self._described(named_tensors, options.partial, options.rename)
         files = SnapshotFiles.of(state.layout, options.dtype, options.file_bytes)
@@ -137,8 +141,8 @@ class SnapshotWriter:
         finally:
             if target is not None:
                 target.close()
-        if options.upload is not None:
-            self._upload(options.upload, folder, Entry(options.name, publication), weights, options.keep)
+        if store is not None:
+            self._upload(store, folder, Entry(options.name, publication), weights, options.keep)
         deltas = [file.delta_bytes for file in weights.values()]
         return SnapshotReport(
             str(folder / options.name),
@@ -150,13 +154,12 @@ class SnapshotWriter:
         )
 
     def _upload(
-        self, url: str, folder: Path, entry: Entry, weights: Mapping[str, SnapshotFile], keep: int | None
+        self, store: SnapshotStore, folder: Path, entry: Entry, weights: Mapping[str, SnapshotFile], keep: int | None
     ) -> None:
-        """Copies a snapshot to `url`; each rank copies its part of the files."""
+        """Copies a snapshot to a store; each rank copies its part of the files."""
         written = folder / entry.name
         with ExitStack() as stack:
             with self._phase("turn"):
-                store = SnapshotStore(url)
                 if self._rank == 0:
                     stack.enter_context(store.turn(entry.name, self._timeout_s))
             self._copy_to(store, written, entry, weights, keep)

@@ -17,7 +17,7 @@ from sglang_reshard.digest.selection import Selection
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.extras.snapshots.delta_file import write_delta
 from sglang_reshard.extras.snapshots.manifest import DELTA, SUM_DIGITS, SnapshotFile, sha256_of
-from sglang_reshard.extras.snapshots.tensor_files import INDEX, MOST_TENSORS
+from sglang_reshard.extras.snapshots.tensor_files import INDEX, METADATA, MOST_TENSORS
 from sglang_reshard.extras.snapshots.writer_folder import to_disk
 from sglang_reshard.layout.checkpoint_headers import DTYPES
 from sglang_reshard.layout.source_layout import SourceLayout
@@ -54,6 +54,10 @@ class SnapshotFiles:
     def of(cls, layout: SourceLayout, dtype: str | None, file_bytes: int) -> SnapshotFiles:
         """`dtype`: of tensors with a floating-point dtype; None keeps each one's own."""
         dtypes = {t.name: _written_dtype(t.name, t.dtype, dtype) for t in layout.tensors}
+        if METADATA in dtypes:
+            raise Unsupported(
+                f"a tensor cannot be named {METADATA} in safetensors; pass rename= to give it another name"
+            )
         sizes = {t.name: math.prod(t.shape) * _item_bytes(dtypes[t.name]) for t in layout.tensors}
         groups: list[list[str]] = [[]]
         filled = 0
@@ -68,7 +72,7 @@ class SnapshotFiles:
         files = []
         for number, names in enumerate(groups, start=1):
             names.sort(key=lambda name: -_item_bytes(dtypes[name]))  # so that each one is aligned
-            described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+            described: dict[str, object] = {METADATA: {"format": "pt"}}
             offsets, begin = {}, 0
             for name in names:
                 end = begin + sizes[name]
