@@ -246,7 +246,8 @@ class UpdateExecutor:
 
     def _described(self, context: UpdateContext, error: Exception) -> str:
         hint = self._names_of(context.request).hint
-        return f"{describe_error(error)}. {hint}" if hint else describe_error(error)
+        told = describe_error(error)
+        return f"{told.removesuffix('.')}. {hint}" if hint else told
 
     def _prepare_target(self, context: UpdateContext) -> Vote:
         """Traces and plans this rank's reads, unless that was done for the same layout and live parameters."""
