@@ -11,7 +11,7 @@ from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.landings.base import Landing, LandingAround, Update
-from sglang_reshard.landings.checked.messages import LANDING, ChecksAsk, Checksums
+from sglang_reshard.landings.checked.messages import CHANGED_UNDER_WAY, LANDING, ChecksAsk, Checksums
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Question, encode
 from sglang_reshard.protocol.session import Session
@@ -59,8 +59,7 @@ class Checked(LandingAround):
         if len(differing := np.flatnonzero(actual != expected.values)):
             raise Mismatch(
                 "the received weights differ from the trainer's: "
-                f"{self._checksums.tensor_names(differing.tolist())}. Repeat the update; if it happens again, suspect "
-                "this host's memory or its network"
+                f"{self._checksums.tensor_names(differing.tolist())}. {CHANGED_UNDER_WAY}"
             )
         return with_kept(expected.model, self._kept) if update.rank == 0 and request.verify == "full" else ""
 
