@@ -57,7 +57,8 @@ async def _load(manager: TokenizerManager, asked: LoadSnapshotReq) -> LoadSnapsh
     if later := weights_info.under_way(manager) or _held(manager, asked):
         return LoadSnapshotOutput(False, later)
     with weights_info.running(manager, f"snapshot {asked.version} is being loaded; repeat this when that has ended"):
-        source = await asyncio.to_thread(open_snapshot, Path(asked.path), Entry(asked.version, asked.publication))
+        entry = Entry(asked.version, asked.publication)
+        source = await asyncio.to_thread(open_snapshot, Path(asked.path), entry, asked.ignore)
         output = await _update(manager, asked, source, staged=asked.staged and manager.server_args.pp_size == 1)
         if asked.staged and not output.success and NO_ROOM in output.message:
             output = await _update(manager, asked, source, staged=False)
@@ -66,7 +67,8 @@ async def _load(manager: TokenizerManager, asked: LoadSnapshotReq) -> LoadSnapsh
             raise kind(f"snapshot {asked.version} was not loaded: {output.message}")
         if asked.allow_rollback:
             weights_info.set_publication(manager, asked.publication)
-    return LoadSnapshotOutput(True, output.message, sum(rank.received_bytes for rank in output.ranks))
+    message = "; ".join(filter(None, (source.remark, output.message)))
+    return LoadSnapshotOutput(True, message, sum(rank.received_bytes for rank in output.ranks))
 
 
 async def _update(

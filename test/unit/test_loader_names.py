@@ -1,5 +1,9 @@
 """Names with wrappers' prefixes, and of a text trainer: the engine's loader decides which it reads."""
 
+import ast
+import re
+
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +13,8 @@ from sglang_reshard.engine.name_candidates import unwrapped
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, Mismatch
+from sglang_reshard.layout.names import is_held_back
+from sglang_reshard.sources.names import Renaming
 from sglang_reshard.trace.names_read import NamesRead
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
@@ -159,10 +165,25 @@ def test_two_tensors_that_would_share_a_name_are_refused_by_both_names(kind):
     assert ("does not read" in told[0]) == (kind == "skips")
 
 
-def test_names_that_are_ignored_keep_their_wrappers():
-    ignored = {"ignore": ["module.rotary.*"]}
-    told, exact = run_world(1, 2, train_refused, serve, "skips", ["module.rotary.weight"], ignored)
-    assert told == ["the engine does not read module.rotary.weight"]
+def train_peft(trainer, _, options):
+    """A whole PEFT model: base weights under its names for them, and those of the adapter."""
+    adapter = {f"base_model.model.q.lora_{ab}.default.weight": torch.ones(2, 2) for ab in "AB"}
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    try:
+        return sender.update(wrapped(1, "peft") | adapter, **options).message
+    except EngineRefused as error:
+        return str(error)
+    finally:
+        sender.close()
+
+
+@pytest.mark.parametrize("kind", ["raises", "skips"])
+def test_a_whole_peft_model_is_refused_with_what_to_send(kind):
+    told, _ = run_world(1, 2, train_peft, serve, kind, {})
+    for cure in ("sender.lora_adapter(", "adapter_tensors(model)", "merge_adapter()", "base_tensors(", "ignore="):
+        assert cure in told[0]
+    told, exact = run_world(1, 2, train_peft, serve, kind, {"ignore": "*lora_*"})
+    assert "ignored: base_model.model.q.lora_A.default.weight, base_model.model.q.lora_B" in told[0]
     assert exact == [[True]] * 2
 
 
@@ -237,6 +258,103 @@ def test_a_mapping_that_helps_in_part_is_said():
     found = find_names("l", ["model.w", "model.v", "x"], (), Loader(["model.language_model.w"]))
     assert found.names == ()
     assert "With rename={'model.': 'model.language_model.'} the engine would read 1 more" in found.hint
+
+
+VISION = [f"blocks.{n}.weight" for n in range(2)]
+TEXT = ["embed_tokens.weight", "layers.0.weight", "norm.weight"]
+
+
+def named(text, head, *others):
+    """Names of a model, by the prefixes of its parts; the first of `others` is that of its vision tower."""
+    vision, *rest = others
+    return [*(vision + n for n in VISION), *(text + n for n in TEXT), *rest, *([head + "weight"] if head else [])]
+
+
+TRANSFORMERS = "model.language_model.", "lm_head.", "model.visual."
+TOWER = "model.language_model.", "lm_head.", "model.vision_tower.", "model.multi_modal_projector.weight"
+INNER = "vision_tower.vision_model."
+# What trainers send, and the names that SGLang's loaders read of it.
+PLACES = {
+    "Qwen2.5-VL": (TRANSFORMERS, ("model.", "lm_head.", "visual.")),
+    "Llava": (
+        TOWER,
+        ("language_model.model.", "language_model.lm_head.", "vision_tower.", "multi_modal_projector.weight"),
+    ),
+    "Gemma-3": (TOWER, ("language_model.model.", "language_model.lm_head.", INNER, "multi_modal_projector.weight")),
+    "Lfm2-VL": (TOWER, (TOWER[0], TOWER[1], f"model.{INNER}", TOWER[3])),
+    "PaddleOCR-VL": ((*TRANSFORMERS, "model.projector.w"), ("model.", "lm_head.", "visual.", "mlp_AR.w")),
+    "thinker": (
+        ("model.", "lm_head.", "visual.", "audio_tower.w"),
+        ("thinker.model.", "thinker.lm_head.", "thinker.visual.", "thinker.audio_tower.w"),
+    ),
+    "text": (("model.", "lm_head.", ""), ("language_model.model.", "language_model.lm_head.", "")),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("model", PLACES)
+def test_the_parts_of_a_model_are_found_where_its_loader_has_them(model, strict):
+    sent, read = (named(*prefixes) for prefixes in PLACES[model])
+    loader = Loader(read, strict)
+    for given in (sent, [f"module.{name}" for name in sent]):
+        loader.runs = 0
+        found = find_names("l", given, (), loader)
+        assert found.names == tuple(read)
+        assert loader.runs <= 32
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_part_that_could_be_at_two_places_is_refused_with_both(strict):
+    sent = named(*TRANSFORMERS)
+    loader = Loader(named("model.", "lm_head.", "visual.") + named("model.", "", "vision_model."), strict)
+    with pytest.raises(Mismatch, match=r"model\.visual\.blocks\.0\.weight matches several tensors") as refused:
+        find_names("l", sent, (), loader)
+    for place in ("visual.", "vision_model."):
+        way = {"model.visual.": place, "model.language_model.": "model."}
+        assert f"rename={way}" in str(refused.value)
+        renamed = [Renaming.of(way)(name) for name in sent]
+        assert find_names("l", renamed, (), loader) == LoaderNames("l")
+
+
+def test_no_part_is_put_where_another_is():
+    loader = Loader([*named("model.", "lm_head.", "visual."), "x"])
+    sent = [*named(*TRANSFORMERS), *("vision_tower." + name for name in VISION)]
+    found = find_names("l", sent, (), loader)
+    assert found.names == ()
+    assert len(set(Renaming.of({"model.visual.": "visual."})(n) for n in sent)) == len(sent)
+
+
+@pytest.mark.parametrize("wrapper", ["", "module.", "base_model.model."])
+def test_the_rename_that_helps_in_part_does_as_it_says(wrapper):
+    sent = [wrapper + name for name in (*named(*TRANSFORMERS), "model.resampler.x")]
+    loader = Loader(named("model.", "lm_head.", "visual."))
+    said = find_names("l", sent, (), loader).hint
+    way, more = re.match(r"With rename=(\{.*\}) the engine would read (\d+) more of", said).groups()
+    renamed = [Renaming.of(ast.literal_eval(way))(name) for name in sent]
+    assert int(more) == len(VISION) + len(TEXT)
+    assert len(loader.known.intersection(renamed) - {"lm_head.weight"}) == int(more)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_loader_does_not_get_what_it_need_not_read_and_raises_at(strict):
+    given = ["head", "a", "x.lora_A", "x.lora_B"]
+    seen = []
+    loader = Loader(["a"], strict)
+
+    def probe(names):
+        kept = [name for name in names if not is_held_back(name)]
+        seen.append(kept)
+        (answer,) = loader(kept)
+        read = dict(zip(kept, np.unpackbits(np.frombuffer(answer.read, np.uint8), count=len(kept)), strict=True))
+        refused = kept[answer.refused] if answer.refused >= 0 else ""
+        return [reading(NamesRead(frozenset(n for n, bit in read.items() if bit), refused), names)]
+
+    found = find_names("l", given, ("head", "*.lora_*"), probe)
+    assert seen[-1] == (["a"] if strict else given)
+    assert found.trainer_names([name for name in found.names if name != "a"]) == (
+        ("head", "x.lora_A", "x.lora_B") if strict else ()
+    )
+    assert found.remark == ""
 
 
 def test_names_that_nothing_helps_stay_as_they_were_given():

@@ -53,7 +53,8 @@ def test_what_is_given_by_name_counts_more_than_what_is_given_whole():
 def test_patterns_and_renamings_are_read_once():
     options = UpdateOptions(ignore="model.mtp.*", frozen=["visual.*"], only=None, rename={"policy.": ""})
     assert (options.ignore, options.frozen, options.only) == (("model.mtp.*",), ("visual.*",), ())
-    assert options.renaming == Renaming.of({"policy.": ""})
+    assert options.renaming == Renaming.of({"policy.": ""}, ("model.mtp.*",))
+    assert UpdateOptions(rename={"policy.": ""}).renaming == Renaming.of({"policy.": ""})
     assert UpdateOptions.of(options, {"staged": True}).renaming == options.renaming
     assert UpdateOptions(rename={}).renaming is None
     with pytest.raises(Mismatch, match="rename is a int"):

@@ -47,7 +47,7 @@ def load(trainer: Any, folder: Path, versions: list[int], staged: bool, options:
     for version in versions:
         request = asked(folder, version, **options)
         try:
-            source = open_snapshot(Path(request.path), Entry(request.version, request.publication))
+            source = open_snapshot(Path(request.path), Entry(request.version, request.publication), request.ignore)
             with served(source, request, staged=staged) as update:
                 output = trainer.send(update)
         except Mismatch as error:
@@ -298,6 +298,20 @@ def test_names_may_have_a_trainers_wrappers(tmp_path: Path) -> None:
     assert outputs[0].success, outputs[0].message
     assert "module._orig_mod.embed.weight is read as embed.weight" in outputs[0].message
     assert_version(states, 0, 1, torch.float32)
+
+
+def test_a_loader_that_would_raise_at_an_ignored_tensor_does_not_get_it(tmp_path: Path) -> None:
+    for version in (1, 2):
+        adapter = {"a.lora_A": torch.ones(3), "q.lora_B": torch.ones(5, 2)}
+        write_tensors(tmp_path, f"step-{version}", adapter | checkpoint(version))
+    flipped(tmp_path, "q.lora_B")  # nobody reads it
+    outputs, states = run(tmp_path, [1, 2], staged=True, ignore=("*.lora_*",))
+    assert [output.success for output in outputs] == [True, True], outputs
+    for number, version in enumerate((1, 2)):
+        assert_version(states, number, version, torch.float32)
+    request = asked(tmp_path, 1)
+    source = open_snapshot(Path(request.path), Entry(request.version, request.publication), ("*.lora_*",))
+    assert source.remark == "ignored: a.lora_A, q.lora_B"
 
 
 @STAGED

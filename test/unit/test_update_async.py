@@ -163,7 +163,7 @@ def test_one_runs_at_a_time_and_versions_are_skipped_by_name() -> None:
 def failures(trainer: Any) -> list[str]:
     sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport="ipc")
     weights = fsdp(1)
-    wrong = {**weights, "no.such.weight": weights["norm.weight"]}
+    wrong = {**weights, "no.such.weight": fsdp(1)["norm.weight"]}
     told = []
 
     def refused(call: Any, kind: type[ReshardError]) -> None:

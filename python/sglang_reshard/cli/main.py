@@ -199,7 +199,7 @@ def follow(
         bool, typer.Option("--allow-rollback", help="Load the newest snapshot also if the server holds later weights.")
     ] = False,
     ignore: Annotated[
-        list[str] | None, typer.Option(help="fnmatch pattern of names in snapshots that the engine need not read.")
+        list[str] | None, typer.Option(help="fnmatch pattern of names of tensors in snapshots that are not loaded.")
     ] = None,
     no_staged: Annotated[
         bool, typer.Option("--no-staged", help="Take no memory for a second set of weights; requests wait for a load.")

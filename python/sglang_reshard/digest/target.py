@@ -84,11 +84,8 @@ class TargetChecksums:
         np.add.at(found, self._group, own * tensor_coefficients(self._tensors))
         return found
 
-    def tensors(self, groups: Iterable[int]) -> list[int]:
-        """Returns the numbers of the tensors that this rank keeps in these groups."""
-        found: list[int] = np.unique(self._tensors[np.isin(self._group, list(groups))]).tolist()
-        return found
-
     def tensor_names(self, groups: Iterable[int]) -> str:
-        """Returns the names of these tensors, the first few of them."""
-        return some_names([self._names[number] for number in self.tensors(groups)])
+        """Returns the names of the tensors that this rank keeps in these groups, the first few of them."""
+        among = self._tensors[np.isin(self._group, list(groups))]
+        names = [self._names[number] for number in np.unique(among).tolist()]
+        return some_names(names)

@@ -1,28 +1,30 @@
 """Finds the names under which an engine's loader reads a trainer's tensors, if it does not read the given names.
 
-A trainer's names may have prefixes of wrappers (`module.`, `_orig_mod.`), or the language model elsewhere than a
-multimodal engine has it. Only the loader knows which names it reads. So where it refuses names as they are given, or
-leaves some unread, each engine rank runs it over other candidates, and all ranks together choose those that are read. A
-name that the loader reads is not changed.
+A trainer's names may have prefixes of wrappers (`module.`, `_orig_mod.`), or the language model and its towers
+elsewhere than a multimodal engine has them. Only the loader knows which names it reads. So where it refuses names as
+they are given, or leaves some unread, each engine rank runs it over other candidates, and all ranks together choose
+those that are read. A name that the loader reads is not changed.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from itertools import compress
 
 import msgspec
 import numpy as np
 
-from sglang_reshard.engine.name_candidates import MAPPINGS, mapped, unwrapped
+from sglang_reshard.engine.name_candidates import is_adapter, unwrapped
+from sglang_reshard.engine.parts import Part, Tried, parts_of, placed, rename_of
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout.names import held_back
 from sglang_reshard.shown_names import some_names
+from sglang_reshard.sources.names import is_among
 from sglang_reshard.trace.names_read import NamesRead
 
 _ROUNDS = 8  # in which names lose their wrappers; each runs the loader once
+_PLACES_TRIED = 32  # for all parts of a model together; each runs the loader once
 _SHOWN_NAMES = 3
 
 
@@ -61,7 +63,8 @@ class LoaderNames:
     @property
     def remark(self) -> str:
         """Says which names were changed, for the trainer's report; empty if none was."""
-        changed = [(old, new) for old, new in zip(self.given, self.names, strict=False) if old != new]
+        pairs = zip(self.given, self.names, strict=False)
+        changed = [(old, new) for old, new in pairs if new not in (old, held_back(old))]
         if not changed:
             return ""
         return some_names([f"{old} is read as {new}" for old, new in changed], _SHOWN_NAMES)
@@ -71,20 +74,22 @@ def find_names(layout: str, given: Sequence[str], ignore: Sequence[str], probe: 
     """Returns the names under which the engine reads most of the given tensors. Every engine rank finds the same.
 
     layout  content hash of the layout whose tensors have the names `given`
-    ignore  fnmatch patterns of given names that need not be read
+    ignore  fnmatch patterns of given names that need not be read. If the loader raises at one of them, those that the
+            same pattern matches are kept from it
     probe   returns what the loader of each engine rank reads of these tensors under other names. Collective
 
-    Raises Mismatch if it is ambiguous where the language model is.
+    Raises Mismatch if it is ambiguous where a part of the model is.
     """
     search, hint = _Search(tuple(given), ignore, probe), ""
     best = search.without_wrappers()
     if not best.complete:
-        best, hint = search.within_larger_model(best)
-    hint = "; ".join(filter(None, (search.collision, hint)))
-    if best.names == tuple(given):
+        best, hint = search.at_other_places(best)
+    hint = "; ".join(filter(None, (search.collision, hint, search.adapter_hint(best))))
+    names = search.kept_from_loader(best.names)
+    if names == tuple(given):
         return LoaderNames(layout, hint=hint)
-    digest = hashlib.sha256("\n".join(best.names).encode()).hexdigest()
-    return LoaderNames(layout, tuple(given), best.names, hint, digest)
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
+    return LoaderNames(layout, tuple(given), names, hint, digest)
 
 
 def reading(found: NamesRead, names: Sequence[str]) -> Reading:
@@ -93,34 +98,16 @@ def reading(found: NamesRead, names: Sequence[str]) -> Reading:
     return Reading(bits, names.index(found.refused) if found.refused in names else -1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tried:
-    """Names, and the result of the engine's loader for them.
-
-    read      whether some engine rank reads each
-    refused   indices at which a rank's loader raised
-    complete  no rank's did, and all are read that have to be
-    """
-
-    names: tuple[str, ...]
-    read: tuple[bool, ...]
-    refused: tuple[int, ...]
-    complete: bool
-
-    @property
-    def number_read(self) -> int:
-        return sum(self.read)
-
-
 class _Search:
     """`collision`: which two tensors have one name without their wrappers; empty if none have."""
 
     def __init__(self, given: tuple[str, ...], ignore: Sequence[str], probe: Probe) -> None:
-        self._given, self._probe = given, probe
-        self._needless = tuple(any(fnmatchcase(name, pattern) for pattern in ignore) for name in given)
+        self._given, self._ignore, self._probe = given, ignore, probe
+        self._needless = tuple(is_among(name, ignore) for name in given)
+        self._held: frozenset[int] = frozenset()
         self.collision = ""
 
-    def without_wrappers(self) -> _Tried:
+    def without_wrappers(self) -> Tried:
         """Takes wrappers' prefixes off names, as far as that lets the loader read them."""
         best = self._try(self._given)
         candidates = [[name, *unwrapped(name)] for name in self._given]
@@ -140,37 +127,89 @@ class _Search:
                 at[n] += 1
         # What no other name helps is named as it was given.
         names = zip(self._given, best.names, best.read, strict=True)
-        return _Tried(tuple(new if r else old for old, new, r in names), best.read, best.refused, best.complete)
+        return Tried(tuple(new if r else old for old, new, r in names), best.read, best.refused, best.complete)
 
-    def within_larger_model(self, best: _Tried) -> tuple[_Tried, str]:
-        """Puts the language model elsewhere, if at one place and no other all is read. Returns a hint, too."""
-        unread = [not read and not needless for read, needless in zip(best.read, self._needless, strict=True)]
-        named = zip(best.names, unread, strict=True)
-        bare = tuple(next(iter(unwrapped(name)), name) if open_ else name for name, open_ in named)
-        found: list[tuple[_Tried, Mapping[str, str]]] = []
-        for mapping in MAPPINGS:
-            names = mapped(bare, mapping, unread)
-            if names != bare and len(set(names)) == len(names):
-                found.append((self._try(names), mapping))
-        complete = [(tried, mapping) for tried, mapping in found if tried.complete]
-        if len(complete) == 1:
-            return complete[0][0], ""
-        if complete:
-            ways = " or ".join(f"rename={dict(mapping)!r}" for _, mapping in complete)
-            first = next(compress(best.names, unread))
-            raise Mismatch(f"{first} matches several tensors of this engine; pass {ways} to the update")
-        better = max(found, key=lambda one: one[0].number_read, default=None)
-        if better is None or (more := better[0].number_read - best.number_read) <= 0:
+    def at_other_places(self, best: Tried) -> tuple[Tried, str]:
+        """Puts parts of the model elsewhere, if at one place of each and no other all is read. Returns a hint, too."""
+        unread = [n for n, read in enumerate(best.read) if not read and not self._needless[n]]
+        bare = list(best.names)
+        for n in unread:
+            bare[n] = next(iter(unwrapped(bare[n])), bare[n])
+        if _clashes(bare):
             return best, ""
-        return best, f"With rename={dict(better[1])!r} the engine would read {more} more of the tensors that are sent"
+        parts = parts_of(bare, unread)
+        if tuple(bare) == best.names:
+            for part in parts:
+                part.learn(best)
+        for _ in range(_PLACES_TRIED):
+            if not self._try_places(bare, parts):
+                break
+        chosen = {part.prefix: part.best for part in parts}
+        names = placed(bare, parts, chosen)
+        if names == best.names or _clashes(names):
+            return best, ""
+        tried = self._try(names)
+        rename = rename_of(self._given, bare, parts, chosen)
+        if tried.complete:
+            if several := next((part for part in parts if len(part.whole) > 1), None):
+                ways = [rename_of(self._given, bare, parts, chosen | {several.prefix: at}) for at in several.whole]
+                raise Mismatch(
+                    f"{self._given[several.of[0]]} matches several tensors of this engine; pass "
+                    f"{' or '.join(f'rename={way!r}' for way in ways)} to the update"
+                )
+            return tried, ""
+        if (more := tried.number_read - best.number_read) <= 0:
+            return best, ""
+        return best, f"With rename={rename!r} the engine would read {more} more of the tensors that are sent"
 
-    def _try(self, names: tuple[str, ...]) -> _Tried:
-        answers = self._probe(names)
+    def _try_places(self, names: Sequence[str], parts: Sequence[Part]) -> bool:
+        """Tries the next place of each part. Returns whether anything was learned."""
+        at = {part.prefix: next(iter(part.untried), part.best) for part in parts}
+        new = placed(names, parts, at)
+        if clashes := {n for pair in _clashes(new) for n in pair}:
+            moved = (part for part in parts if at[part.prefix] != part.prefix and part.untried)
+            taken = next((part for part in moved if not clashes.isdisjoint(part.of)), None)
+            if taken is not None:
+                taken.read[at[taken.prefix]] = 0
+            return taken is not None
+        tried = self._try(new)
+        return any([part.learn(tried, at[part.prefix]) for part in parts])
+
+    def _try(self, names: tuple[str, ...]) -> Tried:
+        answers = self._probe(self.kept_from_loader(names))
         bits = [np.unpackbits(np.frombuffer(a.read, np.uint8), count=len(names)).astype(bool) for a in answers]
         read = np.logical_or.reduce(bits)
         refused = tuple(sorted({a.refused for a in answers if a.refused >= 0}))
+        if self._hold_back(refused):
+            return self._try(names)
         complete = not refused and bool((read | np.array(self._needless)).all())
-        return _Tried(names, tuple(read.tolist()), refused, complete)
+        return Tried(names, tuple(read.tolist()), refused, complete)
+
+    def _hold_back(self, refused: Iterable[int]) -> bool:
+        """Keeps needless tensors from the loader at which it raises. Returns whether it has been given one of them."""
+        names = [self._given[n] for n in refused if self._needless[n]]
+        patterns = [pattern for pattern in self._ignore if any(is_among(name, [pattern]) for name in names)]
+        more = {n for n, name in enumerate(self._given) if is_among(name, patterns)}
+        known, self._held = self._held, self._held | more
+        return known != self._held
+
+    def kept_from_loader(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the names as the loader gets them: marked if it does not."""
+        if not self._held:
+            return names
+        return tuple(held_back(self._given[n]) if n in self._held else name for n, name in enumerate(names))
+
+    def adapter_hint(self, best: Tried) -> str:
+        """Says what to send of a PEFT model; empty unless tensors of an adapter are unread."""
+        unread = (n for n, read in enumerate(best.read) if not read and not self._needless[n])
+        if best.complete or not any(is_adapter(self._given[n]) for n in unread):
+            return ""
+        return (
+            "These are the tensors of a PEFT model with its adapter. Send the adapter as one, with "
+            "sender.lora_adapter(name, adapter_config(model)).update(adapter_tensors(model)); or call "
+            "model.merge_adapter() and send base_tensors(model); or send the base weights alone, with "
+            "ignore=['*lora_*']. The functions are in sglang_reshard.sources"
+        )
 
     def _keep_apart(self, at: list[int], candidates: list[list[str]]) -> None:
         """Gives tensors back the names that they were given where they would share one with another tensor."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.shown_names import some_names
+from sglang_reshard.sources.names import is_among
 from sglang_reshard.trace.program import Program
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -27,8 +27,6 @@ def check_unread(unread: Sequence[str], ignore: Sequence[str], apart: Mapping[st
             f"{untied}, but the engine ties the two: no engine rank's loader reads the head. Tie them in the trainer "
             "as well, or start the engine on a checkpoint whose config has tie_word_embeddings=false"
         )
-    if adapters := [name for name in mistaken if adapter_hint(name)]:
-        raise Mismatch(f"{unread_remark(adapters)}. {adapter_hint(adapters[0])}")
     if mistaken:
         raise Mismatch(
             f"{unread_remark(mistaken)}: no engine rank's loader reads it. Correct the name. To skip it on purpose, "
@@ -36,18 +34,8 @@ def check_unread(unread: Sequence[str], ignore: Sequence[str], apart: Mapping[st
         )
 
 
-def adapter_hint(message: str) -> str:
-    """Returns what to do if a message is about a tensor of a PEFT model's adapter; empty if it is not."""
-    if ".lora_" not in message:
-        return ""
-    return (
-        "This is a tensor of a PEFT model's adapter: call merge_adapter() and pass base_tensors(model), or serve the "
-        "adapter with lora_adapter(name, adapter_config(model)) and adapter_tensors(model)"
-    )
-
-
 def not_ignored(names: Sequence[str], ignore: Sequence[str]) -> list[str]:
-    return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in ignore)]
+    return [name for name in names if not is_among(name, ignore)]
 
 
 def unread_remark(unread: Sequence[str]) -> str:

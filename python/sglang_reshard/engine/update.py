@@ -34,7 +34,7 @@ from sglang_reshard.engine.prepared import Prepared, Transfers
 from sglang_reshard.engine.sound_weights import LastWrite, check_kept
 from sglang_reshard.engine.target_planning import TargetPlan, get_layout, plan_target
 from sglang_reshard.engine.targets import Target
-from sglang_reshard.engine.unread import adapter_hint, left_alone_remark, not_ignored
+from sglang_reshard.engine.unread import left_alone_remark, not_ignored
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.runtime import runtime
@@ -251,8 +251,9 @@ class UpdateExecutor:
         return self._names if self._names.layout == request.layout else _GIVEN
 
     def _described(self, context: UpdateContext, error: Exception) -> str:
-        hints = self._names_of(context.request).hint, "" if context.request.lora else adapter_hint(str(error))
-        return ". ".join(filter(None, (describe_error(error).removesuffix("."), *hints)))
+        hint = self._names_of(context.request).hint
+        told = describe_error(error)
+        return f"{told.removesuffix('.')}. {hint}" if hint else told
 
     def _prepare_target(self, context: UpdateContext) -> Vote:
         """Traces and plans this rank's reads, unless that was done for the same layout and live parameters."""

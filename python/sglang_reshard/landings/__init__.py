@@ -10,11 +10,13 @@ checked     compares the arrived weights with the trainer's, before they count
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from sglang_reshard.errors import Mismatch
+from sglang_reshard.errors import Mismatch, ReshardError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from sglang_reshard.landings.base import TrainerSide
     from sglang_reshard.protocol.session import Session
 
@@ -33,3 +35,9 @@ def trainer_side(landing: str, session: Session, trainer_rank: int, size: int, t
             "version of sglang-reshard on both sides"
         )
     return cast("TrainerSide", import_module(_SIDES[landing]).trainer_side(session, trainer_rank, size, timeout_s))
+
+
+def explained(errors: Mapping[int, ReshardError], *of_trainer: Any) -> dict[int, ReshardError]:
+    """See `checked.disagreement.explained`, which is imported now."""
+    found = import_module("sglang_reshard.landings.checked.disagreement").explained(errors, *of_trainer)
+    return cast("dict[int, ReshardError]", found)

@@ -9,6 +9,8 @@ import msgspec
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.source_layout import SourceLayout
 
+_HELD_BACK = "(not for the loader) "
+
 
 def renamed(layout: SourceLayout, names: Sequence[str]) -> SourceLayout:
     """Returns the layout with `names`, in its order. Raises Mismatch unless there is one for each tensor."""
@@ -19,3 +21,12 @@ def renamed(layout: SourceLayout, names: Sequence[str]) -> SourceLayout:
         )
     tensors = (msgspec.structs.replace(t, name=name) for t, name in zip(layout.tensors, names, strict=True))
     return msgspec.structs.replace(layout, tensors=tuple(tensors))
+
+
+def held_back(name: str) -> str:
+    """Returns the name of a tensor that is kept from the engine's loader."""
+    return f"{_HELD_BACK}{name}"
+
+
+def is_held_back(name: str) -> bool:
+    return name.startswith(_HELD_BACK)

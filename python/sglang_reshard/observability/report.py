@@ -136,7 +136,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     """One update of one engine. `print(report)` shows it as a table, for any number of ranks.
 
     The same on every trainer rank, except `trainer_ranks` and the `read_bytes` of engine ranks, which only trainer
-    rank 0 has.
+    rank 0 has, and the names in `message` that each rank ignores with `partial=True`.
 
     verified  how the received weights were compared with the trainer's: "off", "sample" or "full"
     delta     only changed elements were sent

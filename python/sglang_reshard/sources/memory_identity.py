@@ -107,10 +107,15 @@ class MemoryIdentity:
     in it is on that storage. A storage that was freed leaves its address to others.
     """
 
-    def __init__(self, named_tensors: NamedTensorList, *, kept_alive: bool = False) -> None:
-        """`kept_alive`: somebody keeps this memory, so that no other has its addresses."""
+    def __init__(self, named_tensors: NamedTensorList, *, kept_alive: bool = False, kept: Sequence[bool] = ()) -> None:
+        """Reads their addresses.
+
+        kept_alive  somebody keeps this memory, so that no other has its addresses
+        kept        whether each of them counts; empty if all do
+        """
+        self._names, self._kept = list(map(_name, named_tensors)), kept
+        named_tensors = list(compress(named_tensors, kept)) if kept else named_tensors
         tensors = list(map(_tensor, named_tensors))
-        self._names = list(map(_name, named_tensors))
         self._has_sharding = _selectors(len(entry) > 2 for entry in named_tensors)
         self._items = sum(map(len, named_tensors))
         self._is_dtensor = _selectors(isinstance(tensor, DTensor) for tensor in tensors)
@@ -133,22 +138,28 @@ class MemoryIdentity:
 
     @classmethod
     def of(
-        cls, named_tensors: NamedTensorList, read: Sequence[torch.Tensor], *, kept_alive: bool = False
+        cls, named_tensors: NamedTensorList, read: Sequence[torch.Tensor | None], *, kept_alive: bool = False
     ) -> MemoryIdentity | None:
         """Returns a detector; None if the memory `read` for them (`TrainerState.inputs`) is not these tensors' own.
 
+        Tensors that were not read, None there, do not count.
+
         It is not if FSDP2's unsharded copies stand for sharded parameters, for example.
         """
-        local_tensors = list(map(own_memory, map(_tensor, named_tensors)))
+        kept = [found is not None for found in read]
+        local_tensors = list(map(own_memory, map(_tensor, compress(named_tensors, kept))))
         own = _PLAIN_TYPES.issuperset(map(type, local_tensors)) and all(
-            local.data_ptr() == found.data_ptr() for local, found in zip(local_tensors, read, strict=True)
+            local.data_ptr() == found.data_ptr()
+            for local, found in zip(local_tensors, [r for r in read if r is not None], strict=True)
         )
-        return cls(named_tensors, kept_alive=kept_alive) if own else None
+        return cls(named_tensors, kept_alive=kept_alive, kept=() if all(kept) else kept) if own else None
 
     def unchanged(self, named_tensors: NamedTensorList) -> bool:
         """Returns whether `describe` would return the same for these tensors, with the same memory."""
         if self._freed or list(map(_name, named_tensors)) != self._names:
             return False
+        if self._kept:
+            named_tensors = list(compress(named_tensors, self._kept))
         if sum(map(len, named_tensors)) != self._items:
             return False
         tensors = list(map(_tensor, named_tensors))

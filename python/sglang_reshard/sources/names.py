@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.shown_names import some_names
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
@@ -27,6 +29,16 @@ def is_mapping(named_tensors: Any) -> bool:
     return isinstance(named_tensors, Mapping) or hasattr(named_tensors, "flatten_keys")
 
 
+def is_among(name: str, patterns: Iterable[str]) -> bool:
+    """Returns whether one of these fnmatch patterns matches the name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def ignored_remark(names: Sequence[str]) -> str:
+    """Returns a report's remark on tensors that were left out; empty if none were."""
+    return f"ignored: {some_names(names)}" if names else ""
+
+
 def patterns(given: Iterable[str]) -> tuple[str, ...]:
     """Returns fnmatch patterns as a tuple; a string is one pattern."""
     return (given,) if isinstance(given, str) else tuple(given)
@@ -34,18 +46,22 @@ def patterns(given: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """Gives the trainer's tensors other names. Two that are equal give the same names.
+    """Gives the trainer's tensors other names, or leaves them out. Two that are equal do the same.
 
     prefixes  (old, new), the longest old prefix first; the first one that a name begins with is replaced, once
     function  takes the place of `prefixes`
+    ignored   fnmatch patterns of names, as they are then, of tensors to leave out
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
     function: Callable[[str], str] | None = None
+    ignored: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, rename: Rename | Renaming | None) -> Renaming | None:
+    def of(cls, rename: Rename | Renaming | None, ignored: Sequence[str] = ()) -> Renaming | None:
         """Returns the renaming that a user gave, a dict of prefixes or a function. Raises Mismatch for others."""
+        if ignored:
+            return replace(cls.of(rename) or cls(), ignored=tuple(ignored))
         if rename is None or isinstance(rename, Renaming):
             return rename
         if isinstance(rename, Mapping):
@@ -59,6 +75,10 @@ class Renaming:
         if callable(rename):
             return cls(function=rename)
         raise Mismatch(f"rename is a {type(rename).__name__}; pass a dict of prefixes, or a function from name to name")
+
+    def ignores(self, name: str) -> bool:
+        """Returns whether a tensor that has this name now is left out."""
+        return is_among(name, self.ignored)
 
     def __call__(self, name: str) -> str:
         """Returns the new name. Raises Mismatch if the function returns none."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from sglang_reshard.gpu.recorded_work import RecordedWork
 from sglang_reshard.layout.shard_map import ShardMap
 from sglang_reshard.layout.source_layout import EXPLICIT, Mesh, Placement, Sharding, SourceLayout, SourceTensor
 from sglang_reshard.sources.module import named_shards
-from sglang_reshard.sources.names import pairs
+from sglang_reshard.sources.names import Renaming, pairs
 from sglang_reshard.sources.reader import TensorReader
 
 NamedTensors: TypeAlias = (
@@ -27,14 +27,16 @@ class TrainerState:
 
     shards  this rank's local tensor of each tensor of the layout, in its order. It may be larger than the shards that
             the layout has of it, and several may be the same memory: see `ShardMap`
-    inputs  the local tensor of each tensor that was passed, in the order passed
+    inputs  the local tensor of each tensor that was passed, in the order passed; None of one that is left out
     work    on the shards, after which they may be read; None if it may be anywhere on their devices
+    ignored names of tensors that were passed and left out, see `Renaming`
     """
 
     layout: SourceLayout
     shards: tuple[torch.Tensor, ...]
-    inputs: tuple[torch.Tensor, ...]
+    inputs: tuple[torch.Tensor | None, ...]
     work: RecordedWork | None = None
+    ignored: tuple[str, ...] = ()
 
     def within(self, layout: SourceLayout) -> TrainerState:
         """Returns the state in a layout of more tensors, see `layout.union`; those it does not list are empty."""
@@ -45,7 +47,7 @@ class TrainerState:
             for dtype in {tensor.dtype for tensor in layout.tensors}
         }
         shards = tuple(own.get(tensor.name, empty[tensor.dtype]) for tensor in layout.tensors)
-        return TrainerState(layout, shards, self.inputs, self.work)
+        return replace(self, layout=layout, shards=shards)
 
 
 def describe(
@@ -54,7 +56,7 @@ def describe(
     trainer_rank: int,
     global_ranks: tuple[int, ...],
     partial: bool = False,
-    rename: Callable[[str], str] | None = None,
+    rename: Renaming | None = None,
 ) -> TrainerState:
     """Reads a training state. Moves, gathers and copies nothing.
 
@@ -62,7 +64,7 @@ def describe(
                    sharding). A module is read as its `named_shards`, a dict as its items
     global_ranks   the global rank of each trainer rank
     partial        the shardings may state less than all elements: what other trainer ranks hold, they state themselves
-    rename         returns the name of a checkpoint tensor, given the name that it was passed under
+    rename         gives checkpoint tensors other names than they were passed under, or leaves them out
 
     The sharding is one of
 
@@ -79,13 +81,22 @@ def describe(
     Raises Unsupported for placements, dtypes and tensors that cannot be sent, and Mismatch if a local tensor does not
     fit its sharding; both name the tensor and the trainer rank.
     """
-    reader, tables = TensorReader(trainer_rank, global_ranks, partial), _LayoutTables()
-    tensors, shards, inputs = [], [], []
+    reader, tables, rename = TensorReader(trainer_rank, global_ranks, partial), _LayoutTables(), rename or Renaming()
+    tensors, shards, ignored = [], [], []
+    inputs: list[torch.Tensor | None] = []
     passed: dict[str, str] = {}  # the name of each checkpoint tensor -> the name it was passed under
-    for name, given, *sharding in as_list(named_tensors, trainer_rank):
-        local, dtype, local_shards = reader.read(name, given, sharding[0] if sharding else None)
+    for name, given, *shardings in as_list(named_tensors, trainer_rank):
+        sharding = shardings[0] if shardings else None
+        if sharding is None and rename.ignored and isinstance(name, str) and rename.ignores(rename(name)):
+            ignored.append(rename(name))  # it need not even be a tensor
+            inputs.append(None)
+            continue
+        local, dtype, local_shards = reader.read(name, given, sharding)
         for shard in local_shards:
-            new = shard.name if rename is None else rename(shard.name)
+            new = rename(shard.name)
+            if rename.ignored and rename.ignores(new):
+                ignored.append(new)
+                continue
             if new in passed:
                 raise Mismatch(f"trainer rank {trainer_rank}: {_twice(new, passed[new], shard.name)}")
             passed[new] = shard.name
@@ -93,8 +104,10 @@ def describe(
             shards.append(shard.tensor)
         inputs.append(local)
     if not tensors:
-        raise Mismatch(f"trainer rank {trainer_rank}: no tensors were passed")
-    return TrainerState(tables.layout(len(global_ranks), tensors), tuple(shards), tuple(inputs))
+        but = f" but those that ignore={list(rename.ignored)} leaves out" if ignored else ""
+        raise Mismatch(f"trainer rank {trainer_rank}: no tensors were passed{but}")
+    layout = tables.layout(len(global_ranks), tensors)
+    return TrainerState(layout, tuple(shards), tuple(inputs), ignored=tuple(ignored))
 
 
 def as_list(named_tensors: NamedTensors | torch.nn.Module, trainer_rank: int) -> list[tuple[Any, ...]]:

@@ -14,6 +14,7 @@ import torch
 
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
+from sglang_reshard.layout.names import is_held_back
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.block_formats import Blocks, blocks_of
 from sglang_reshard.trace.block_fp8 import quantize_on_arrival
@@ -264,7 +265,8 @@ def run_loader(
     Restores the model's attributes. Raises Mismatch and Unsupported as `trace`; the recorder has then what was written
     before.
     """
-    tensors = [(spec.name, recorder.checkpoint_tensor(spec)) for spec in specs]
+    given = (spec for spec in specs if not is_held_back(spec.name))
+    tensors = [(spec.name, recorder.checkpoint_tensor(spec)) for spec in given]
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:

@@ -204,7 +204,7 @@ class UpdateCoordinator:
             timeout_s=self._config.timeout_s,
             flush_cache=options.flush_cache,
             abort_all_requests=options.abort_all_requests,
-            ignore=(*options.ignore, *tied, *equal),
+            ignore=(*tied, *equal),
             apart=apart,
             frozen=tuple(options.frozen),
             only=tuple(options.only),

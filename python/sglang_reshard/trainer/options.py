@@ -103,8 +103,8 @@ class UpdateOptions:
     flush_cache         flush the prefix cache of the old weights. "by_version" keeps it for requests that hold some of
                         it, as a pause in place leaves them: no other request reads it. False serves it to all
     abort_all_requests  end running requests instead of waiting for them
-    ignore              fnmatch patterns ("model.layers.61.*") of names that the engine need not read. Any other name
-                        that it does not read is refused, unless it is tied to a tensor that is sent
+    ignore              fnmatch patterns ("model.layers.61.*") of names of tensors that are not sent. Any other name
+                        that the engine does not read is refused, unless it is tied to a tensor that is sent
     verify              compare checksums of the received weights with the trainer's: "full" reads every element on
                         both sides once more, "sample" one row in 64, others in each update
     staged              receive into shadow weights: a failure before all have arrived and been verified leaves the old
@@ -156,7 +156,9 @@ class UpdateOptions:
 
     @property
     def renaming(self) -> Renaming | None:
-        """The parsed form of `rename`. Equal for updates with the same `rename`."""
+        """The parsed form of `rename` and `ignore`. Equal for updates with the same ones."""
+        if self.ignore:
+            return Renaming.of(self.rename, self.ignore)
         return self.rename if isinstance(self.rename, Renaming) else None
 
     @classmethod

@@ -23,7 +23,7 @@ from sglang_reshard.sources import (
     tied_names,
 )
 from sglang_reshard.sources.memory_identity import MemoryIdentity, NamedTensorList, own_memory
-from sglang_reshard.sources.names import Renaming
+from sglang_reshard.sources.names import Renaming, ignored_remark
 from sglang_reshard.trainer.gathering import Gathering
 from sglang_reshard.trainer.stages import Stages
 from sglang_reshard.trainer.tied_heads import TiedHeads
@@ -41,6 +41,7 @@ class PublishedShards:
     memory           storage and address of each shard. New shards may have the handles of earlier ones: in an arena,
                      or if there are no handles
     pages            changes if other pages may be at the addresses of shards that have no handles
+    remark           names the tensors that were passed and left out; empty if none were
     """
 
     source: SourceLayout
@@ -52,6 +53,7 @@ class PublishedShards:
     device: RankGpuInfo
     memory: tuple[tuple[int, int], ...]
     pages: tuple[object, ...]
+    remark: str
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -133,7 +135,7 @@ class ShardPublisher:
             whole = state if self._stages is None else state.within(self._stages.layout)
             self._published = self._publish(whole)
             self._heads = TiedHeads.of(whole, self._rank)
-            self.heads = self._heads.compare(dict(enumerate(whole.inputs)))
+            self.heads = self._heads.compare(_inputs(whole, self._heads.inputs))
             if isinstance(listed, TrainerState):
                 self._read = listed
             else:
@@ -212,6 +214,7 @@ class ShardPublisher:
             rank_device(trainer_device(state.shards)),
             tuple((int(shard.untyped_storage()._cdata), shard.data_ptr()) for shard in state.shards),
             self._memory.pages(),
+            ignored_remark(state.ignored),
         )
         if known is not None and published.handles != known.handles:
             self._session.delete(handles_key(self._rank, known.handles))
@@ -222,7 +225,8 @@ class ShardPublisher:
 def _inputs(listed: NamedTensorList | TrainerState, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
     """Returns the local tensors of the inputs of these numbers."""
     if isinstance(listed, TrainerState):
-        return {number: listed.inputs[number] for number in numbers}
+        found = {number: listed.inputs[number] for number in numbers}
+        return {number: tensor for number, tensor in found.items() if tensor is not None}
     return {number: own_memory(listed[number][1]) for number in numbers}
 
 

@@ -133,7 +133,9 @@ def _pair(state: TrainerState, rank: int, tensor: SourceTensor, of: SourceTensor
 
 def _located(state: TrainerState, view: torch.Tensor) -> _View:
     storage = view.untyped_storage()._cdata
-    number = next(n for n, given in enumerate(state.inputs) if given.untyped_storage()._cdata == storage)
+    number = next(
+        n for n, given in enumerate(state.inputs) if given is not None and given.untyped_storage()._cdata == storage
+    )
     return _View(number, view.dtype, tuple(view.shape), view.stride(), int(view.storage_offset()))
 
 

@@ -13,9 +13,11 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
+import msgspec
 import torch
 
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
+from sglang_reshard.landings import explained
 from sglang_reshard.memory.mapping import MemoryExporter, host_identity
 from sglang_reshard.observability import spans
 from sglang_reshard.observability.logs import configure, get_logger, log_context
@@ -172,9 +174,30 @@ class UpdateSender:
                 if coordinated is not None:
                     results = coordinated.result()
             outcomes = {engine: results.of[engine].value_or_error() for engine in self._engines}
+            if published is not None:
+                outcomes |= self._explained(outcomes, published, shards, options)
             if self._rank == 0:
                 self._note(outcomes, span)
             return outcomes
+
+    def _explained(
+        self,
+        outcomes: Mapping[int, UpdateReport | ReshardError],
+        published: PublishedShards,
+        shards: Shards,
+        options: UpdateOptions,
+    ) -> Mapping[int, UpdateReport | ReshardError]:
+        """Returns the outcomes that the trainer ranks can add to. Collective."""
+        errors = {engine: error for engine, error in outcomes.items() if isinstance(error, ReshardError)}
+        if errors:
+            exchange = functools.partial(self._exchange, f"disagreement/{self._update}")
+            source = published.source, shards, self._rank
+            errors = explained(errors, *source, self._update, exchange, options.partial)
+        return {e: _with(published.remark, told) for e, told in outcomes.items() if published.remark} | errors
+
+    def _exchange(self, name: str, own: bytes) -> list[bytes]:
+        """Returns what each trainer rank passes. Collective."""
+        return self._session.client.all_gather(name, self._rank, len(self._global_ranks), own, self._timeout_s)
 
     def _note(self, outcomes: Mapping[int, UpdateReport | ReshardError], span: Any) -> None:
         """Logs what has succeeded, and adds all outcomes to the update's span."""
@@ -270,6 +293,13 @@ class UpdateSender:
                 logger.exception("trainer rank %d cannot participate in update %d", self._rank, self._update)
         channel.publish_status(self._rank, status)
         return published, functools.partial(self._publisher.shards, named_tensors)
+
+
+def _with(remark: str, outcome: UpdateReport | ReshardError) -> UpdateReport | ReshardError:
+    """Returns the outcome with this rank's remark, if it is a report."""
+    if not isinstance(outcome, UpdateReport):
+        return outcome
+    return msgspec.structs.replace(outcome, message="; ".join(filter(None, (remark, outcome.message))))
 
 
 def repeatable(named_tensors: T) -> T:

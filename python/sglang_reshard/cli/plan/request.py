@@ -89,7 +89,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
     ranks_per_host   ranks of either side on one host
     colocated        whether engine ranks are on the trainer ranks' GPUs, from the first on
     links            bytes per second within a host and between hosts; 0 for the cost model's defaults
-    ignore           fnmatch patterns of names that the engine may leave unused
+    ignore           fnmatch patterns of names of tensors that the trainer leaves out
     """
 
     model: str

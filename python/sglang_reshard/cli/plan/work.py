@@ -30,11 +30,12 @@ from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_befor
 from sglang_reshard.cli.plan.sizing import Sizing, engine_sizing, trainer_sizings
 from sglang_reshard.cli.plan.sources import layout_of
 from sglang_reshard.engine.context import failure_message
-from sglang_reshard.engine.unread import check_unread, unread_remark
+from sglang_reshard.engine.unread import check_unread
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
 from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex, unread_tensors
 from sglang_reshard.routes.choice import choose_strategy
 from sglang_reshard.routes.strategy import Strategy
+from sglang_reshard.sources.names import ignored_remark, is_among
 
 STEPS = ("import SGLang", "build, trace and take in", "choose", "cut messages")
 
@@ -80,7 +81,9 @@ def forecast(request: PlanRequest) -> Forecast:
     choose_code_paths(request.target.tp, gpu=request.device == "cuda")
     torch.set_num_threads(1)
     import_before_forks()
-    layout = layout_of(specs_of(Path(request.folder)), request.source)
+    listed = specs_of(Path(request.folder))
+    ignored = [spec.name for spec in listed if is_among(spec.name, request.ignore)]
+    layout = layout_of([spec for spec in listed if not is_among(spec.name, request.ignore)], request.source)
     index = TensorIndex.of(layout)
     clock.begin(STEPS[1], request.target.engine_ranks)
     cores = len(os.sched_getaffinity(0))
@@ -97,9 +100,8 @@ def forecast(request: PlanRequest) -> Forecast:
     demands = [outline.demand for outline in outlines]
     topology = ClusterTopology.of(demands, request.trainer_hosts, request.trainer_devices)
     costs = _costs(request, topology)
-    unused = unread_tensors(index, demands)
     try:
-        check_unread(unused, request.ignore)
+        check_unread(unread_tensors(index, demands), ())
         strategy = choose_strategy(request.transport, index, demands, topology, request.bucket_bytes)
     except ReshardError as error:
         message = failure_message("plan", range(request.target.engine_ranks), str(error))
@@ -115,7 +117,7 @@ def forecast(request: PlanRequest) -> Forecast:
         | {
             "predicted_seconds": predicted_seconds(strategy, topology, costs, demands),
             "ways": tuple(ways),
-            "remark": unread_remark(unused),
+            "remark": ignored_remark(ignored),
         },
     )
 

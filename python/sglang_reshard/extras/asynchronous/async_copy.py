@@ -109,7 +109,7 @@ class AsyncShardCopy:
             return memory[device][begin : begin + nbytes].view(shard.dtype).view(shard.shape)
 
         shards = tuple(map(copy_of, given.shards))
-        return TrainerState(given.layout, shards, shards, self._work)
+        return TrainerState(given.layout, shards, shards, self._work, given.ignored)
 
 
 def _view(shard: torch.Tensor) -> tuple[object, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.wire.overlap import Written, written_once
 from sglang_reshard.shown_names import some_names
+from sglang_reshard.sources.names import is_among
 from sglang_reshard.sources.versions import VersionCounters
 from sglang_reshard.trace.kept import MayStay
 
@@ -39,7 +39,7 @@ class Loads:
         self.ignored, self.may_stay = request.ignore, MayStay(request.frozen, request.only)
 
     def is_ignored(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.ignored)
+        return is_among(name, self.ignored)
 
 
 class StateDictModel(nn.Module):

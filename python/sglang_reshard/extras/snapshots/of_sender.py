@@ -21,7 +21,6 @@ from sglang_reshard.extras.snapshots.names import check_snapshot_name
 from sglang_reshard.extras.snapshots.writer import SnapshotOptions, SnapshotReport, SnapshotWriter
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.sources import NamedTensors, TrainerState
-from sglang_reshard.sources.names import Renaming
 from sglang_reshard.trainer.options import UpdateOptions
 from sglang_reshard.trainer.update_sender import repeatable
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from sglang_reshard.api.given import UnversionedUpdateGiven
     from sglang_reshard.extras.snapshots.writer import SnapshotGiven
 
+_OF_UPDATE = "partial", "rename", "ignore"  # options that a snapshot in place of an update has, too
 _KEPT = 3  # snapshots that stay in the folder, of those that `update_or_write` writes
 
 
@@ -44,7 +44,7 @@ class Snapshots:
     delta       also write the changes since the previous snapshot, for followers that have it: `SnapshotFollower`
     upload      URL below which the snapshot is copied by fsspec, as an object store's
     dtype       of tensors with a floating-point dtype, "bfloat16" for example; by default each one's own
-    partial, rename   see `WeightSender.update`
+    partial, rename, ignore   see `WeightSender.update`
     keep        number of newest snapshots that stay in `folder`; by default all
     copy_from   the model's folder, whose config and tokenizer files the snapshot gets
     file_bytes  of a file of weights, at most, unless one tensor has more
@@ -84,7 +84,7 @@ class Snapshots:
         at a time.
         """
         chosen = self._chosen(name, options)
-        copied = UpdateOptions(name, partial=chosen.partial, rename=chosen.rename)
+        copied = UpdateOptions(name, partial=chosen.partial, rename=chosen.rename, ignore=chosen.ignore)
 
         def run(weights: TrainerState | NamedTensors) -> SnapshotReport:
             return self._write(weights, chosen)
@@ -121,7 +121,7 @@ class Snapshots:
         try:
             return self._sender.update(again, weight_version=weight_version, **options)
         except EngineUnreachable as error:
-            chosen: dict[str, Any] = {name: options[name] for name in ("partial", "rename") if name in options}
+            chosen: dict[str, Any] = {name: given for name, given in options.items() if name in _OF_UPDATE}
             chosen |= {"keep": self._options.get("keep", _KEPT), "delta": True}
             written = self.write(again, weight_version, **chosen)
             message = f"{error} The weights were written to {written.path}"
@@ -138,4 +138,4 @@ class Snapshots:
         chosen: dict[str, Any] = {**self._options, **options}
         if (source := chosen.get("copy_from")) is not None:
             chosen["copy_from"] = Path(source)
-        return SnapshotOptions(name, **{**chosen, "rename": Renaming.of(chosen.get("rename"))})
+        return SnapshotOptions(name, **chosen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from sglang_reshard.extras.snapshots.manifest import SUM_DIGITS, Entry
 from sglang_reshard.extras.snapshots.tensor_files import SAFETENSORS, check_kinds, check_size, note_tensors, read_table
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
 from sglang_reshard.routes.disk.messages import DiskFile, DiskFiles
+from sglang_reshard.sources.names import ignored_remark, is_among
 from sglang_reshard.trainer.tied_heads import heads
 
 
@@ -21,18 +23,22 @@ from sglang_reshard.trainer.tied_heads import heads
 class SnapshotSource:
     """A snapshot's tensors, and their places in its files.
 
+    remark names the tensors that are left out; empty if none are
     equal  fnmatch patterns of the names of heads that are their embeddings bit for bit
     apart  name -> why another head is not
     """
 
     layout: SourceLayout
     files: DiskFiles
+    remark: str
     equal: tuple[str, ...]
     apart: dict[str, str]
 
 
-def open_snapshot(path: Path, entry: Entry) -> SnapshotSource:
+def open_snapshot(path: Path, entry: Entry, ignore: Sequence[str] = ()) -> SnapshotSource:
     """Reads the manifest and the tables of tensors of the snapshot `entry` in the folder `path`; no weights.
+
+    ignore  fnmatch patterns of names of tensors to leave out
 
     Raises Mismatch, naming a file, for a folder that is not that snapshot, or whose files are not as it says.
     """
@@ -47,6 +53,7 @@ def open_snapshot(path: Path, entry: Entry) -> SnapshotSource:
     check_kinds(snapshot, where)
     files: list[DiskFile] = []
     tensors: list[SourceTensor] = []
+    ignored: list[str] = []
     sums = ""
     of_tensor: dict[str, str] = {}
     places: list[tuple[int, int]] = []
@@ -59,10 +66,19 @@ def open_snapshot(path: Path, entry: Entry) -> SnapshotSource:
         note_tensors(of_tensor, table, file_name, where(file_name))
         if has_sums and (table.sha256, SUM_DIGITS * len(table.tensors)) != (file.table, len(file.sums)):
             raise Mismatch(f"{where(file_name)} has another table of tensors than its manifest")
-        places += [(len(files), offset) for _, offset in table.tensors]
-        tensors += [SourceTensor(spec.name, spec.shape, spec.dtype, 0, 0) for spec, _ in table.tensors]
+        kept = []
+        for number, (spec, offset) in enumerate(table.tensors):
+            if is_among(spec.name, ignore):
+                ignored.append(spec.name)
+                continue
+            kept.append(number)
+            places.append((len(files), offset))
+            tensors.append(SourceTensor(spec.name, spec.shape, spec.dtype, 0, 0))
         files.append(DiskFile(file_name, nbytes, table.nbytes, table.sha256, "" if has_sums else file.sha256))
-        sums += file.sums if has_sums else ""
+        if has_sums:
+            sums += "".join(file.sums[SUM_DIGITS * n : SUM_DIGITS * (n + 1)] for n in kept)
+    if ignored and not tensors:
+        raise Mismatch(f"snapshot {snapshot.name} has no tensors but those that ignore={list(ignore)} leaves out")
     layout = SourceLayout(1, (Mesh((1,), (0,)),), ((Placement(),),), tuple(tensors))
     of_file, offsets = zip(*places, strict=True) if places else ((), ())
     found = DiskFiles(
@@ -73,7 +89,7 @@ def open_snapshot(path: Path, entry: Entry) -> SnapshotSource:
         np.array(offsets, "<i8").tobytes(),
         np.frombuffer(bytes.fromhex(sums), ">u8").astype("<u8").tobytes(),
     )
-    return SnapshotSource(layout, found, *_judged(layout, found))
+    return SnapshotSource(layout, found, ignored_remark(ignored), *_judged(layout, found))
 
 
 def _judged(layout: SourceLayout, files: DiskFiles) -> tuple[tuple[str, ...], dict[str, str]]:

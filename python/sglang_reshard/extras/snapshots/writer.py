@@ -16,7 +16,7 @@ same file system.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from sglang_reshard.nearest import check_one_of
 from sglang_reshard.protocol.publication import next_publication
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import NamedTensors, TrainerState, describe
-from sglang_reshard.sources.names import Rename, Renaming
+from sglang_reshard.sources.names import Rename, Renaming, patterns
 from sglang_reshard.trainer.gathering import Gathering
 from sglang_reshard.trainer.stages import Stages
 
@@ -70,9 +70,11 @@ class SnapshotOptions:
     file_bytes: int = DEFAULT_FILE_BYTES
     delta: bool = False
     upload: str | None = None
-    rename: Renaming | None = None
+    rename: Rename | None = None
+    ignore: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ignore", patterns(self.ignore))
         if self.dtype is not None:
             check_one_of("dtype", self.dtype, FLOATING_POINT)
 
@@ -88,6 +90,7 @@ class SnapshotGiven(TypedDict, total=False):
     delta: bool
     upload: str | None
     rename: Rename | None
+    ignore: Sequence[str]
 
 
 class SnapshotWriter:
@@ -113,7 +116,8 @@ class SnapshotWriter:
             with self._phase("store"):
                 store = SnapshotStore(options.upload)
         publication = next_publication()  # of these weights: an update that begins meanwhile brings later ones
-        state = self._described(named_tensors, options.partial, options.rename)
+        renaming = Renaming.of(options.rename, options.ignore)
+        state = self._described(named_tensors, options.partial, renaming)
         files = SnapshotFiles.of(state.layout, options.dtype, options.file_bytes)
         target: SnapshotFolder | None = None
         base: Entry | None = None

@@ -11,12 +11,10 @@ from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.landings.base import Landing, LandingAround, Update
-from sglang_reshard.landings.checked.messages import LANDING, ChecksAsk, Checksums
+from sglang_reshard.landings.checked.messages import CHANGED_UNDER_WAY, LANDING, ChecksAsk, Checksums
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Question, encode
 from sglang_reshard.protocol.session import Session
-
-_SHOWN = 4  # trainer ranks
 
 
 class Checked(LandingAround):
@@ -25,7 +23,6 @@ class Checked(LandingAround):
     def __init__(self, inner: Landing, index: TensorIndex, session: Session, names: Sequence[str]) -> None:
         """Publishes the regions. `names`: of the tensors in the digest; empty for the layout's own."""
         super().__init__(inner)
-        self._index = index
         self._checksums = TargetChecksums(index, inner.program)
         self._regions = session.put(self._checksums.regions)
         self._of_ranks: tuple[str, ...] = (self._regions,)
@@ -60,30 +57,14 @@ class Checked(LandingAround):
         question = self._question(request)
         expected = update.channel.answer(question, Checksums, update.rank, request.timeout_s)
         if len(differing := np.flatnonzero(actual != expected.values)):
-            groups = differing.tolist()
             raise Mismatch(
-                f"the received weights differ from the trainer's: {self._checksums.tensor_names(groups)}. "
-                f"{_cause(self._index, self._checksums.tensors(groups))}"
+                "the received weights differ from the trainer's: "
+                f"{self._checksums.tensor_names(differing.tolist())}. {CHANGED_UNDER_WAY}"
             )
         return with_kept(expected.model, self._kept) if update.rank == 0 and request.verify == "full" else ""
 
     def _question(self, request: DistributedUpdateWeightsReq) -> Question:
         return Question(LANDING, encode(ChecksAsk(self._of_ranks, _selection(request), self._names)))
-
-
-def _cause(index: TensorIndex, differing: Sequence[int]) -> str:
-    """Returns the likely cause, and its fix. Of tensors with replicas, the engine may have read another one than the
-    trainer has compared.
-    """
-    held = [max((shard.ranks for shard in index.tensor_class(t).shard_map.shards), key=len) for t in differing]
-    if not held or not all(len(ranks) > 1 for ranks in held):
-        return "Repeat the update; if it happens again, suspect this host's memory or its network"
-    ranks = ", ".join(map(str, held[0][:_SHOWN])) + ", ..." * (len(held[0]) > _SHOWN)
-    return (
-        f"Trainer ranks {ranks} pass the same elements of {index.layout.tensors[differing[0]].name}, and their values "
-        "differ: one rank's have arrived, and the checksum is another's. Ranks that hold different tensors must pass "
-        "them under different names, those of the model's checkpoint; replicas must be equal"
-    )
 
 
 def _selection(request: DistributedUpdateWeightsReq) -> Selection:

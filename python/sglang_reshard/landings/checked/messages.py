@@ -10,6 +10,8 @@ from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.source import PartialChecksums
 
 LANDING = "checked"
+# Of weights that are not the trainer's. Trainer ranks replace it if they hold different values themselves.
+CHANGED_UNDER_WAY = "Repeat the update; if it happens again, suspect this host's memory or its network"
 
 
 class ChecksAsk(msgspec.Struct, frozen=True):

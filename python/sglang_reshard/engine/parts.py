@@ -1,0 +1,146 @@
+"""Parts of a model that trainers and checkpoints have at different places: the language model, its head, towers.
+
+Text trainers, transformers 5 and the checkpoints of multimodal models begin the names of one part with different
+prefixes. `loader_names` tries them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sglang_reshard.engine.name_candidates import DRAFT, unwrapped
+
+_BODY = "model."
+# Of the same part; the first ones of the language model.
+_LANGUAGE = (_BODY, "model.language_model.", "language_model.model.", "thinker.model.")
+_PLACES: tuple[tuple[str, ...], ...] = (
+    _LANGUAGE,
+    ("lm_head.", "language_model.lm_head.", "thinker.lm_head."),
+    (
+        *("visual.", "vision_tower.", "vision_tower.vision_model.", "vision_model."),
+        *("model.visual.", "model.vision_tower.", "model.vision_tower.vision_model.", "model.vision_model."),
+        "thinker.visual.",
+    ),
+    ("multi_modal_projector.", "model.multi_modal_projector.", "model.projector.", "mlp_AR."),
+)
+_WHOLES = "", "model.", "thinker."  # in which a part with any other name is
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """Names, and the result of the engine's loader for them.
+
+    read      whether some engine rank reads each
+    refused   indices at which a rank's loader raised
+    complete  no rank's did, and all are read that have to be
+    """
+
+    names: tuple[str, ...]
+    read: tuple[bool, ...]
+    refused: tuple[int, ...]
+    complete: bool
+
+    @property
+    def number_read(self) -> int:
+        return sum(self.read)
+
+
+@dataclass(slots=True)
+class Part:
+    """A part of the model, and where the loader reads it.
+
+    prefix  of its names as they are
+    of      numbers of its tensors
+    read    place (a prefix) -> how many of its names the loader reads there, of places that were tried
+    """
+
+    prefix: str
+    of: list[int]
+    read: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> list[str]:
+        """The places at which all of its names are read."""
+        return [place for place, count in self.read.items() if count == len(self.of)]
+
+    @property
+    def untried(self) -> list[str]:
+        """The places to try; none if all of its names are read as they are."""
+        if self.prefix in self.whole:
+            return []
+        return [place for place in (self.prefix, *_other_places(self.prefix)) if place not in self.read]
+
+    @property
+    def best(self) -> str:
+        return max(self.read, key=lambda place: self.read[place], default=self.prefix)
+
+    def learn(self, tried: Tried, place: str | None = None) -> bool:
+        """Notes what the loader has read at `place`. Returns False if that is known, or if it stopped too early."""
+        place = self.prefix if place is None else place
+        count = sum(tried.read[n] for n in self.of)
+        seen = count == len(self.of) or not tried.refused or not set(tried.refused).isdisjoint(self.of)
+        if place in self.read or not seen:
+            return False
+        self.read[place] = count
+        return True
+
+
+def parts_of(names: Sequence[str], among: Iterable[int]) -> list[Part]:
+    """Returns the parts that names `among` them belong to. Names for draft models alone belong to none."""
+    nested = any(name.startswith(_LANGUAGE[1:]) for name in names)
+    parts: dict[str, list[int]] = {}
+    for number in among:
+        if not names[number].startswith(DRAFT):
+            parts.setdefault(_prefix(names[number], nested), []).append(number)
+    return [Part(prefix, of) for prefix, of in parts.items()]
+
+
+def placed(names: Sequence[str], parts: Iterable[Part], at: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the names with each part at its place in `at`, which has the places by prefixes."""
+    new = list(names)
+    for part in parts:
+        for number in part.of:
+            new[number] = at[part.prefix] + names[number].removeprefix(part.prefix)
+    return tuple(new)
+
+
+def rename_of(
+    given: Sequence[str], bare: Sequence[str], parts: Iterable[Part], at: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the `rename` of an update that does the same.
+
+    given, bare  the names with and without the prefixes of wrappers
+    """
+    moved = [part for part in parts if at[part.prefix] != part.prefix]
+    return {_own_prefix(given[n], bare[n], part.prefix): at[part.prefix] for part in moved for n in part.of}
+
+
+def _own_prefix(given: str, bare: str, prefix: str) -> str:
+    """Returns the prefix together with the wrappers' before it."""
+    modules = given.split(".")
+    rests = (".".join(modules[n:]) for n in range(len(modules)))
+    rest = next((r for r in rests if r.startswith(prefix) and bare in (r, *unwrapped(r))), given)
+    return given.removesuffix(rest) + prefix
+
+
+def _prefix(name: str, nested: bool) -> str:
+    """`nested`: the language model is within `model.`, next to towers."""
+    known = [p for places in _PLACES for p in places if name.startswith(p) and not (nested and p == _BODY)]
+    if known:
+        return max(known, key=len)
+    whole = _whole(name)
+    part, dot, _ = name.removeprefix(whole).partition(".")
+    return whole + part + dot
+
+
+def _whole(name: str) -> str:
+    return max((whole for whole in _WHOLES if name.startswith(whole)), key=len)
+
+
+def _other_places(prefix: str) -> tuple[str, ...]:
+    places = next((places for places in _PLACES if prefix in places), None)
+    if places is None:
+        part = prefix.removeprefix(_whole(prefix))
+        places = tuple(whole + part for whole in _WHOLES)
+    return tuple(place for place in places if place != prefix)
