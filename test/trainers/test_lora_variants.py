@@ -47,4 +47,4 @@ def test_a_changed_base_is_sent_in_one_call(seen: dict[str, Any], init: str) -> 
 
 
 def test_a_whole_peft_model_is_refused_with_what_to_do(seen: dict[str, Any]) -> None:
-    assert "serve the adapter with lora_adapter(name, adapter_config(model))" in seen["whole"]
+    assert "sender.lora_adapter(name, adapter_config(model))" in seen["whole"]
