@@ -8,6 +8,7 @@ another object, is not made again, unless a *guard* that the same function store
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from sglang_reshard.trace.code_uses import (
     uses_of,
 )
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _READS_VALUES = frozenset(("item", "tolist", "numpy"))  # what makes Python's numbers of tensors
 
 
@@ -105,6 +107,11 @@ def may_read(change: Change, weights: Collection[str]) -> bool:
     )
 
 
+def is_changed_by_model(change: Change) -> bool:
+    """Returns whether code of the model is known to change the tensor in place, and not somebody who has the model."""
+    return bool(_making(change))
+
+
 def is_made_of_values(change: Change) -> bool:
     """Returns whether code that stores a number reads one from a tensor."""
     return any(not names_reached(uses).isdisjoint(_READS_VALUES) for uses in _making(change))
@@ -127,9 +134,13 @@ def _making(change: Change) -> list[Uses]:
         return [uses_of(code)] if code is not None else []
     if table.kind == "container":
         return [u for u, name in _of_keepers(table) if u.fills_containers and name in u.loads | u.arguments]
-    uses = [*_uses(table), *(_elsewhere(table, key) if change.how == "appeared" else ())]
+    if change.how == "written":
+        # torch's modules count their batches and reset their weights, and derive nothing.
+        own = (u for u in _uses(table) if not u.file.startswith(_TORCH))
+        return [u for u in own if key in u.stores or u.writes_in_place({key})]
+    uses = [*_uses(table), *_elsewhere(table, key)] if change.how == "appeared" else list(_uses(table))
     stored = _stored(table, key)
-    return [u for u in uses if stored in u.stores or (change.how == "written" and u.writes_in_place({key}))]
+    return [u for u in uses if stored in u.stores]
 
 
 def _stored(table: Table, key: Any) -> Any:

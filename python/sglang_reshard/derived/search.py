@@ -17,7 +17,14 @@ from typing import Any, NoReturn
 import torch
 
 from sglang_reshard.derived.in_place import Remake, rehearse
-from sglang_reshard.derived.laziness import guards, is_lazy, is_made_of_values, is_set_by_loading, may_read
+from sglang_reshard.derived.laziness import (
+    guards,
+    is_changed_by_model,
+    is_lazy,
+    is_made_of_values,
+    is_set_by_loading,
+    may_read,
+)
 from sglang_reshard.derived.loaded_state import Change, LoadedState
 from sglang_reshard.derived.reachable import numbers_in, tensors_in
 from sglang_reshard.errors import Unsupported
@@ -98,6 +105,8 @@ class Search:
         path = change.table.path
         if any(flag.is_set and flag.path == path for flag in self._flags):
             return  # the flag is put back when new weights are live
+        if not is_changed_by_model(change):
+            return
         guarding = guards(change, changes)
         if not guarding or self._addresses_stay:
             self._refuse(change, "changed")
