@@ -5,8 +5,7 @@
 After an update with flush_cache="by_version" a request that holds no KV cache yet gets a mark before SGLang's
 `extra_key`, the namespace of a request in the radix cache. It reads and extends only what new weights have computed.
 Requests that hold cache, which a pause in place leaves, go on with it, and leave it under the mark that they began
-with.
-Nobody reads that again, so SGLang evicts it first, as least recently used.
+with. Nobody reads that again, so SGLang evicts it first, as least recently used.
 
 A client chooses the rest of its `extra_key`. A key that begins like a mark gets the mark of the version, also before
 the first such update, so a key that begins like a mark always begins with one of this module.

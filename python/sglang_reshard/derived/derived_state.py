@@ -3,8 +3,8 @@
 A router may keep its weight in float32, an attention its padded sinks, a layer the product of two scales: the first
 forward pass computes them and keeps them in an attribute, a closure or a cache. An update drops them. The next forward
 pass computes them from the new weights by the model's own code, as in an engine that has just started. Where CUDA
-graphs hold their addresses, the update computes them again in place (`in_place`). An update is refused if
-no code of the model computes such state again.
+graphs hold their addresses, the update computes them again in place (`in_place`). An update is refused if no code of
+the model computes such state again.
 """
 
 from __future__ import annotations

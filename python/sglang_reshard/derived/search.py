@@ -123,14 +123,13 @@ class Search:
 
     def _judge_unknown(self, state: LoadedState, change: Change, of_parameter: bool) -> None:
         """No code is known to make again what has appeared."""
-        held = state.new_tensors(change)
         if is_set_by_loading(change):
             return
         if not of_parameter and self._may_depend(change):
             self._refuse(change, "computed")
         if _storages(change) <= self._weights:
             return
-        if held and (not change.table.is_global or self._resembles_weights(change)):
+        if state.new_tensors(change) and (not change.table.is_global or self._resembles_weights(change)):
             self.unknown.append(change.path)
             logger.warning("%s was set after loading; updates do not write it", change.path)
 

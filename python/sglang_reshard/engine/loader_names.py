@@ -18,9 +18,8 @@ import numpy as np
 from sglang_reshard.engine.name_candidates import is_adapter, unwrapped
 from sglang_reshard.engine.parts import Part, Tried, parts_of, placed, rename_of
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout.names import held_back
+from sglang_reshard.layout.names import held_back, matches_any
 from sglang_reshard.shown_names import some_names
-from sglang_reshard.sources.names import is_among
 from sglang_reshard.trace.names_read import NamesRead
 
 _ROUNDS = 8  # in which names lose their wrappers; each runs the loader once
@@ -103,7 +102,7 @@ class _Search:
 
     def __init__(self, given: tuple[str, ...], ignore: Sequence[str], probe: Probe) -> None:
         self._given, self._ignore, self._probe = given, ignore, probe
-        self._needless = tuple(is_among(name, ignore) for name in given)
+        self._needless = tuple(matches_any(name, ignore) for name in given)
         self._held: frozenset[int] = frozenset()
         self.collision = ""
 
@@ -188,8 +187,8 @@ class _Search:
     def _hold_back(self, refused: Iterable[int]) -> bool:
         """Keeps needless tensors from the loader at which it raises. Returns whether it has been given one of them."""
         names = [self._given[n] for n in refused if self._needless[n]]
-        patterns = [pattern for pattern in self._ignore if any(is_among(name, [pattern]) for name in names)]
-        more = {n for n, name in enumerate(self._given) if is_among(name, patterns)}
+        patterns = [pattern for pattern in self._ignore if any(matches_any(name, [pattern]) for name in names)]
+        more = {n for n, name in enumerate(self._given) if matches_any(name, patterns)}
         known, self._held = self._held, self._held | more
         return known != self._held
 

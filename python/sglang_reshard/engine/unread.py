@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout.names import matches_any
 from sglang_reshard.shown_names import some_names
-from sglang_reshard.sources.names import is_among
 from sglang_reshard.trace.program import Program
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -35,7 +35,7 @@ def check_unread(unread: Sequence[str], ignore: Sequence[str], apart: Mapping[st
 
 
 def not_ignored(names: Sequence[str], ignore: Sequence[str]) -> list[str]:
-    return [name for name in names if not is_among(name, ignore)]
+    return [name for name in names if not matches_any(name, ignore)]
 
 
 def unread_remark(unread: Sequence[str]) -> str:

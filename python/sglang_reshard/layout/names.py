@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 
 import msgspec
 
@@ -30,3 +31,8 @@ def held_back(name: str) -> str:
 
 def is_held_back(name: str) -> bool:
     return name.startswith(_HELD_BACK)
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Returns whether one of these fnmatch patterns matches the name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout.names import matches_any
 from sglang_reshard.shown_names import some_names
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
@@ -27,11 +27,6 @@ def pairs(named_tensors: Any) -> Iterable[tuple[Any, ...]]:
 def is_mapping(named_tensors: Any) -> bool:
     """Returns True for a mapping of names to tensors. A TensorDict is one, and no `Mapping`."""
     return isinstance(named_tensors, Mapping) or hasattr(named_tensors, "flatten_keys")
-
-
-def is_among(name: str, patterns: Iterable[str]) -> bool:
-    """Returns whether one of these fnmatch patterns matches the name."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def ignored_remark(names: Sequence[str]) -> str:
@@ -78,7 +73,7 @@ class Renaming:
 
     def ignores(self, name: str) -> bool:
         """Returns whether a tensor that has this name now is left out."""
-        return is_among(name, self.ignored)
+        return matches_any(name, self.ignored)
 
     def __call__(self, name: str) -> str:
         """Returns the new name. Raises Mismatch if the function returns none."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from glob import escape
 
 import torch
 
+from sglang_reshard.layout.names import matches_any
 from sglang_reshard.trace.lazy_storage import LiveStorage
 from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.memory import Record
@@ -35,13 +35,13 @@ class MayStay:
     only: tuple[str, ...] = ()
 
     def __call__(self, name: str) -> bool:
-        if any(fnmatchcase(name, pattern) for pattern in self.frozen):
+        if matches_any(name, self.frozen):
             return True
-        return bool(self.only) and not any(fnmatchcase(name, pattern) for pattern in self.only)
+        return bool(self.only) and not matches_any(name, self.only)
 
     def from_checkpoint(self, name: str) -> bool:
         """Returns whether what the tensor of this name in the engine's own checkpoint has filled may stay."""
-        return any(fnmatchcase(name, pattern) for pattern in self.frozen)
+        return matches_any(name, self.frozen)
 
 
 def part_of(parameter: str, tensor: str) -> str:

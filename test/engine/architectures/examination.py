@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -375,7 +376,9 @@ def _misread(program: Program, weights: Weights) -> tuple[str, ...]:
 def said(error: BaseException, folder: str) -> str:
     """The error, in one line that is the same on every host."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = next((f for f in reversed(frames) if "site-packages/" in f.filename), frames[-1])
-    file = where.filename.split("site-packages/")[-1].rsplit("/test/", 1)[-1]
+    # The newest SGLang is in a folder of the environment, next to site-packages.
+    inside = re.compile(r".*(?:/site-packages|/\.venv/\w+)/")
+    where = next((f for f in reversed(frames) if inside.match(f.filename)), frames[-1])
+    file = inside.sub("", where.filename).rsplit("/test/", 1)[-1]
     text = " ".join(str(error).split()).replace(folder, "the checkpoint")
     return f"{type(error).__name__}{': ' if text else ''}{text[:300]} ({file}:{where.lineno})"

@@ -32,10 +32,11 @@ from sglang_reshard.cli.plan.sources import layout_of
 from sglang_reshard.engine.context import failure_message
 from sglang_reshard.engine.unread import check_unread
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
+from sglang_reshard.layout.names import matches_any
 from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex, unread_tensors
 from sglang_reshard.routes.choice import choose_strategy
 from sglang_reshard.routes.strategy import Strategy
-from sglang_reshard.sources.names import ignored_remark, is_among
+from sglang_reshard.sources.names import ignored_remark
 
 STEPS = ("import SGLang", "build, trace and take in", "choose", "cut messages")
 
@@ -82,8 +83,8 @@ def forecast(request: PlanRequest) -> Forecast:
     torch.set_num_threads(1)
     import_before_forks()
     listed = specs_of(Path(request.folder))
-    ignored = [spec.name for spec in listed if is_among(spec.name, request.ignore)]
-    layout = layout_of([spec for spec in listed if not is_among(spec.name, request.ignore)], request.source)
+    ignored = [spec.name for spec in listed if matches_any(spec.name, request.ignore)]
+    layout = layout_of([spec for spec in listed if not matches_any(spec.name, request.ignore)], request.source)
     index = TensorIndex.of(layout)
     clock.begin(STEPS[1], request.target.engine_ranks)
     cores = len(os.sched_getaffinity(0))

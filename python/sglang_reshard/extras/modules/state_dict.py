@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout.names import matches_any
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.wire.overlap import Written, written_once
 from sglang_reshard.shown_names import some_names
-from sglang_reshard.sources.names import is_among
 from sglang_reshard.sources.versions import VersionCounters
 from sglang_reshard.trace.kept import MayStay
 
@@ -39,7 +39,7 @@ class Loads:
         self.ignored, self.may_stay = request.ignore, MayStay(request.frozen, request.only)
 
     def is_ignored(self, name: str) -> bool:
-        return is_among(name, self.ignored)
+        return matches_any(name, self.ignored)
 
 
 class StateDictModel(nn.Module):

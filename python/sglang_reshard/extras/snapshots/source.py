@@ -13,9 +13,10 @@ from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.snapshots.folders import LocalFolder, manifest_in
 from sglang_reshard.extras.snapshots.manifest import SUM_DIGITS, Entry
 from sglang_reshard.extras.snapshots.tensor_files import SAFETENSORS, check_kinds, check_size, note_tensors, read_table
+from sglang_reshard.layout.names import matches_any
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
 from sglang_reshard.routes.disk.messages import DiskFile, DiskFiles
-from sglang_reshard.sources.names import ignored_remark, is_among
+from sglang_reshard.sources.names import ignored_remark
 from sglang_reshard.trainer.tied_heads import heads
 
 
@@ -68,7 +69,7 @@ def open_snapshot(path: Path, entry: Entry, ignore: Sequence[str] = ()) -> Snaps
             raise Mismatch(f"{where(file_name)} has another table of tensors than its manifest")
         kept = []
         for number, (spec, offset) in enumerate(table.tensors):
-            if is_among(spec.name, ignore):
+            if matches_any(spec.name, ignore):
                 ignored.append(spec.name)
                 continue
             kept.append(number)

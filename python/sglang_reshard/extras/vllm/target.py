@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 from sglang_reshard.engine.targets import TracedModel
+from sglang_reshard.layout.names import matches_any
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.kept import MayStay
 from sglang_reshard.trace.program import Program
@@ -26,4 +26,4 @@ class VLLMModel(TracedModel):
 
 
 def _is_scale(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in _SCALES)
+    return matches_any(name, _SCALES)
