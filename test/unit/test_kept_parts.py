@@ -121,7 +121,7 @@ def test_the_refusal_names_what_is_missing_and_the_way_out():
         assert re.search(r"checkpoint fills it from (k\.weight, )?v\.weight\. Compare", str(refused.value))
         cure = re.search(r"pass frozen=\[(.*?)\] to the update", str(refused.value))
         names = tuple(name.strip("'") for name in cure[1].split(", "))
-        program = trace(model, sent, on(checkpoint(0)), may_stay=MayStay((*frozen, *names)))
+        program = trace(model, sent, on(checkpoint(0)), may_stay=MayStay(names))
         assert program.kept == ("norm" if "norm" in frozen else "norm[norm.weight]", *KEPT)
         assert program.left_alone == ()
 
@@ -246,9 +246,9 @@ class Scaled(torch.nn.Module):
     joins  it waits for both weights
     """
 
-    def __init__(self, scales, joins=False):
+    def __init__(self, scales, dtype=torch.float32, joins=False):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(4))
+        self.weight = torch.nn.Parameter(torch.zeros(4, dtype=dtype), requires_grad=False)
         self.scale = torch.nn.Parameter(torch.ones(scales))
         self.joins = joins
 
@@ -274,6 +274,28 @@ def test_a_part_that_shares_its_scale_with_what_is_sent_may_not_stay():
         trace(Scaled(1), sent, on(SCALED), may_stay=MayStay(("b.*",)))
     with pytest.raises(Unsupported, match=r"from b\.weight\. Send these too: no part .* shares elements of scale with"):
         trace(Scaled(1), sent, on(SCALED))
+
+
+INT8 = {name: t.to(torch.int8) if name.endswith("weight") else t for name, t in SCALED.items()}
+
+
+@pytest.mark.parametrize("start", [on(INT8), None], ids=["its checkpoint", "unknown"])
+@pytest.mark.parametrize(("half", "other"), [("weight", "scale"), ("scale", "weight")])
+@pytest.mark.parametrize(("names", "frozen"), [("b", "b.*"), ("ab", "?.{half}"), ("ab", "{half}")])
+def test_of_a_quantized_weight_all_stays_or_nothing(start, half, other, names, frozen):
+    """As int8 values that stay would be multiplied by new scales."""
+    allowed, unsent = MayStay((frozen.format(half=half),)), [f"{name}.{half}" for name in names]
+    assert trace(Scaled(2), specs_of(without(SCALED, *unsent)), on(SCALED), may_stay=allowed).kept
+    why = rf"replaces .*[ab]\.{other} of the same quantized" if start or "." not in frozen else "is not written"
+    with pytest.raises(Unsupported, match=why):
+        trace(Scaled(2, torch.int8), specs_of(without(INT8, *unsent)), start, may_stay=allowed)
+
+
+def test_all_of_a_quantized_weight_may_stay_and_so_may_its_bias():
+    model, sent = Scaled(2, torch.int8), specs_of(without(INT8, "b.weight", "b.scale"))
+    model.bias = torch.nn.Parameter(torch.zeros(2))
+    program = trace(model, sent, on(INT8), may_stay=MayStay(("b.*", "bias")))
+    assert program.kept == ("bias", "scale[b.scale]", "weight[b.weight]")
 
 
 def test_a_part_that_the_loader_writes_together_with_what_is_sent_may_not_stay():

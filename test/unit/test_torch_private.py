@@ -93,7 +93,13 @@ def test_nothing_else_of_torch_s_private_parts_is_used() -> None:
         where = path.relative_to(PACKAGE).as_posix()
         if where.startswith(("testing/", "cli/plan/")) or where == "torch_private.py":
             continue  # no update imports these
-        known = {"torch._C", "torch.__version__", *torch_private.NEEDED, *READ_WHERE_USED.get(where, ())}
+        known = {
+            "torch._C",
+            "torch.__file__",
+            "torch.__version__",
+            *torch_private.NEEDED,
+            *READ_WHERE_USED.get(where, ()),
+        }
         used = set(private_names(ast.parse(path.read_text())))
         if others := {name for name in used if not any(k == name or k.startswith(f"{name}.") for k in known)}:
             found[where] = others

@@ -58,7 +58,16 @@ def parts_of(parameter: str, tensors: Sequence[str]) -> list[str]:
 
 def parameter_of(name: str) -> str:
     """Returns the parameter that a kept part belongs to; of a whole parameter, its name."""
-    return name.partition("[")[0]
+    return split_part(name)[0]
+
+
+def split_part(name: str) -> tuple[str, str]:
+    """Returns the parameter that a kept part belongs to, and the checkpoint tensor that fills the part.
+
+    Of a whole parameter, the tensor is empty.
+    """
+    parameter, _, rest = name.partition("[")
+    return parameter, rest.removesuffix("]")
 
 
 def is_among(name: str, kept: Collection[str]) -> bool:

@@ -23,7 +23,7 @@ import torch
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.shown_names import some_names
-from sglang_reshard.trace.kept import patterns_of
+from sglang_reshard.trace.kept import MayStay, patterns_of
 from sglang_reshard.trace.lazy_storage import CheckpointTensor, VersionedView, leaves
 from sglang_reshard.trace.memory import Record
 
@@ -61,10 +61,12 @@ class StockLoad:
         records: Sequence[Record],
         start: Callable[[], EngineStart] | None,
         trace: TraceRecords,
-        may_stay: Callable[[str], bool] = lambda name: False,
+        may_stay: MayStay | None = None,
     ) -> None:
-        """`records` are those of an update that sends `specs`. `may_stay`: see `MayStay.from_checkpoint`."""
-        self._specs, self._records, self._trace, self._may_stay = specs, records, trace, may_stay
+        """`records` are those of an update that sends `specs`."""
+        self._specs, self._records, self._trace = specs, records, trace
+        allowed = may_stay or MayStay()
+        self._frozen, self._may_stay = allowed.frozen, allowed.from_checkpoint
         self._sent = {spec.name for spec in specs}
         self._start = functools.cache(start if start is not None else lambda: EngineStart(None))
         self._found: Mapping[str, Sequence[Record]] | None = None
@@ -134,8 +136,8 @@ class StockLoad:
         """
         kinds = {_kind(name) for name in unsent}
         alike = [s.name for s in self._start().specs or () if s.name not in self._sent and _kind(s.name) in kinds]
-        patterns = patterns_of(alike, _MOST_PATTERNS)
-        if len(alike) > len(self._sent) or len(patterns) > _MOST_PATTERNS:
+        patterns = [*self._frozen, *patterns_of(alike, _MOST_PATTERNS)]
+        if len(alike) > len(self._sent) or len(patterns) > _MOST_PATTERNS + len(self._frozen):
             return "Send the missing tensors, or name those whose values may stay in frozen=."
         return f"Send the missing tensors, or pass frozen={patterns} to the update to keep the engine's values."
 

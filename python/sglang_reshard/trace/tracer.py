@@ -40,6 +40,7 @@ from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.nvfp4 import WHOLE, nvfp4_layers, refusal
 from sglang_reshard.trace.post_load import DeferredCall, defer_post_load, post_load_steps
 from sglang_reshard.trace.program import Program
+from sglang_reshard.trace.quantized_parts import check_quantized
 from sglang_reshard.trace.read_order import check_order
 from sglang_reshard.trace.recorder import Recorder
 from sglang_reshard.trace.repack import (
@@ -121,6 +122,7 @@ def _traced(
         left, kept = check_coverage(model, storages, every, parameters, stock, stays)
         all_written = {record.storage for record in every}
         kept += check_buffers(model, storages, all_written, stock, stays)
+        check_quantized(model, storages, every, kept, stock)
     check_deferred(repacked, found.deferred)
     lowering = Lowering(found.recorder.device)
     for record in writes:
@@ -246,7 +248,7 @@ def _stock_load(
         found, _ = loader.run(others, last)
         return split_records(repacked, found.recorder.storages, found.records).all_written
 
-    return StockLoad(specs, records, start, records_of, may_stay.from_checkpoint)
+    return StockLoad(specs, records, start, records_of, may_stay)
 
 
 def _check_names(specs: Sequence[TensorSpec]) -> None:
