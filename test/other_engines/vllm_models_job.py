@@ -20,7 +20,7 @@ from oracle.replay import replay
 from sglang_reshard.extras.vllm.in_place import refusal
 from sglang_reshard.extras.vllm.target import VLLMModel
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.kept import MayStay
+from sglang_reshard.trace.may_stay import MayStay
 
 
 def built(path: str, rank: int, ranks: int, rendezvous: str) -> torch.nn.Module:

@@ -14,7 +14,7 @@ from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, TornWeights, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.kept import MayStay
+from sglang_reshard.trace.may_stay import MayStay
 from sglang_reshard.trace.tracer import trace
 from support.toy import ToyRank, checkpoint
 from support.toy_repacking import Repacking, live_tensors, started, weights

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.loader_names import LoaderNames, Reading, find_names, reading
-from sglang_reshard.engine.name_candidates import unwrapped
+from sglang_reshard.engine.names.candidates import unwrapped
+from sglang_reshard.engine.names.search import Reading, find_names, reading
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.target_planning import LoaderNames
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, Mismatch
 from sglang_reshard.layout.names import is_held_back

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.coverage import check_coverage
+from sglang_reshard.trace.gaps import check_coverage
 from sglang_reshard.trace.geometry import Geometry, IndexMap
 from sglang_reshard.trace.lazy_storage import CheckpointTensor
 from sglang_reshard.trace.live import live_storages

@@ -26,7 +26,6 @@ from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.protocol.session import LOOPBACK, Session
 from sglang_reshard.sources import NamedTensors, TrainerState
-from sglang_reshard.sources.lora_config import with_base
 from sglang_reshard.trainer.collectives import on_first_rank
 from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
@@ -224,7 +223,11 @@ class WeightSender(InBackground, UpdateSender):
         """
         if name in self._adapters and not self._adapters[name]._closed:
             raise Mismatch(f"lora_adapter was already called for {name}; use the sender that it returned")
-        lora = LoraAdapter(name, config if base is None else with_base(config))
+        if base is not None:
+            from sglang_reshard.sources.lora_config import with_base
+
+            config = with_base(config)
+        lora = LoraAdapter(name, config)
         options = dataclasses.replace(self._options, lora=lora, delta="off")
         if base is not None:
             self.update(base)

@@ -11,21 +11,25 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_reshard.derived.loaded_state import LoadedState, loaded_state
 from sglang_reshard.derived.reachable import MISSING, Table, tables
-from sglang_reshard.derived.search import RESTART, Search
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.shown_names import some_names
-from sglang_reshard.trace.folded import flags_of, label
 from sglang_reshard.trace.live_signature import LiveSignature
+from sglang_reshard.trace.passes import has_flags
 
+if TYPE_CHECKING:
+    from sglang_reshard.derived.search import Search
+    from sglang_reshard.trace.folded import Flag
+
+RESTART = "Start the engine with disable_cuda_graph=True"
 _SHOWN = 3
 
 
@@ -40,12 +44,15 @@ class DerivedState:
         self._model, self._addresses_stay = model, addresses_stay
         loaded = [(m, state) for m in model.modules() if (state := loaded_state(m)) is not None]
         self._loaded = loaded or [(model, LoadedState(model))]
-        self._flags = flags_of(model)
-        self._set_by_loading = {label(flag) for flag in self._flags if flag.is_set}
+        self._flags = _flags_of(model)
+        self._set_by_loading = self._set_flags()
         self._live = LiveSignature(model)
-        self._walk = -1  # of `_live`, at the last search
+        self._walk = -1  # of `_live`, when nothing was found that had appeared since
         self._watched, self._others = Watched(), ()
-        self._found = Search(model, self._loaded, self._flags, addresses_stay)
+        self._found: Search | None = None  # once anything has appeared
+        if not loaded:
+            self._live.current()
+            self._watch()
 
     def signature(self) -> int:
         """Drops what will be made again, and returns the `live_signature` of the model without it.
@@ -53,22 +60,19 @@ class DerivedState:
         Raises Unsupported, naming it, if a forward pass has computed something from weights that cannot be made again,
         or not in place where CUDA graphs read it.
         """
-        for flag in self._flags if self._addresses_stay else ():
-            if flag.is_set and label(flag) not in self._set_by_loading:
-                raise Unsupported(
-                    f"the first forward pass changed weights in place and set {label(flag)}; CUDA graphs do not repeat "
-                    f"that. {RESTART}"
-                )
-        for lazy in self._found.lazy:
+        if self._addresses_stay and (folded := sorted(self._set_flags() - self._set_by_loading)):
+            raise Unsupported(
+                f"the first forward pass changed weights in place and set {folded[0]}; CUDA graphs do not repeat "
+                f"that. {RESTART}"
+            )
+        for lazy in self._found.lazy if self._found is not None else ():
             lazy.restore()
         signature = self._live.current()
         written = any(state.writes.changed for _, state in self._loaded)
         if self._live.walk != self._walk or written or self._watched.fingerprint() != self._others:
-            self._found.run()
+            self._search()
             signature = self._live.current()
-            self._walk = self._live.walk
-            self._watched = Watched.of(self._tables_of_others())
-            self._others = self._watched.fingerprint()
+            self._watch()
         return signature
 
     def renew(self, *, model_ran: bool) -> None:
@@ -77,26 +81,50 @@ class DerivedState:
         model_ran  code of the model may have run since `signature` dropped it: a staged update has served requests,
                    a first one has traced the loader
         """
-        self._set_by_loading = {label(flag) for flag in self._flags if flag.is_set}
+        self._set_by_loading = self._set_flags()
         for _, state in self._loaded:
             state.writes.accept()
-        for fold in self._found.folds:
+        for fold in self._found.folds if self._found is not None else ():
             fold.restore()
         if model_ran:
             self.signature()
-        for remake in self._found.remakes:
+        for remake in self._found.remakes if self._found is not None else ():
             remake.run()
 
     @property
     def remark(self) -> str:
         """Names the tensors that the engine has set since its start, and that no known code computes from weights."""
-        if not self._found.unknown:
+        if self._found is None or not self._found.unknown:
             return ""
         return f"not known to be independent of weights: {some_names(self._found.unknown, _SHOWN)}"
+
+    def _search(self) -> None:
+        if self._found is None:
+            from sglang_reshard.derived.search import Search
+
+            self._found = Search(self._model, self._loaded, self._flags, self._addresses_stay)
+        self._found.run()
+
+    def _watch(self) -> None:
+        """Remembers what the model has now: nothing of it has to be searched again."""
+        self._walk = self._live.walk
+        self._watched = Watched.of(self._tables_of_others())
+        self._others = self._watched.fingerprint()
+
+    def _set_flags(self) -> set[str]:
+        return {flag.label for flag in self._flags if flag.is_set}
 
     def _tables_of_others(self) -> list[Table]:
         modules = {id(module) for module in self._model.modules()}  # `_live` sees their attributes
         return [t for t in tables(self._model) if id(t.owner) not in modules or t.kind != "attributes"]
+
+
+def _flags_of(model: torch.nn.Module) -> Sequence[Flag]:
+    if not any(map(has_flags, model.modules())):
+        return ()
+    from sglang_reshard.trace.folded import flags_of
+
+    return flags_of(model)
 
 
 @dataclass(slots=True)

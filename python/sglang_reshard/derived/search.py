@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from sglang_reshard.derived.derived_state import RESTART
 from sglang_reshard.derived.in_place import Remake, rehearse
 from sglang_reshard.derived.laziness import (
     guards,
@@ -33,7 +34,6 @@ from sglang_reshard.trace.folded import Flag
 from sglang_reshard.trace.live import storage_key
 
 logger = get_logger(__name__)
-RESTART = "Start the engine with disable_cuda_graph=True"
 _INDICES = (torch.int32, torch.int64, torch.bool)  # dtypes of what is no function of weights, if no weight has them
 
 

@@ -140,6 +140,18 @@ class UpdateContext:
         return description
 
 
+@dataclass(frozen=True, slots=True)
+class LastWrite:
+    """The last update that wrote this engine rank's weights; by default none.
+
+    stock_changes  as of its request
+    kept           names of the parameters, and of parts, that it left as they were
+    """
+
+    stock_changes: int = 0
+    kept: tuple[str, ...] = ()
+
+
 def failure_message(phase: str, failed: Sequence[int], error: str) -> str:
     """Returns the message that the trainer gets if engine ranks fail in a phase; `error` is the first one's."""
     others = f" (engine ranks {list(failed)} failed)" if len(failed) > 1 else ""

@@ -117,8 +117,10 @@ class Transfers:
         Raises Mismatch for names that no engine rank reads, and Unsupported for an infeasible transport or
         insufficient memory.
         """
-        unread = target.unread(demands)
-        check_unread(unread, request.ignore, request.apart)
+        remark = target.names.remark
+        if unread := target.unread(demands):
+            check_unread(unread, request.ignore, request.apart)
+            remark = "; ".join(filter(None, (unread_remark(unread), remark)))
         topology = ClusterTopology.of(demands, request.trainer_hosts, request.trainer_devices)
         index = target.tensor_index
         strategy = choose_strategy(request.transport, index, demands, topology, request.bucket_bytes)
@@ -145,7 +147,6 @@ class Transfers:
         command = None
         if asked is not None:
             command = Prepare(side.transfer, asked.route, encode(asked.message), request.timeout_s)
-        remark = "; ".join(filter(None, (unread_remark(unread), target.names.remark)))
         self.last = Prepared(target, request, strategy, end, command, landing, remark, ())
         return self.last
 

@@ -7,24 +7,12 @@ whose update failed half-way. An update that keeps parameters (`trace.kept`) mus
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
+from sglang_reshard.engine.context import LastWrite
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.kept import is_among
-
-
-@dataclass(frozen=True, slots=True)
-class LastWrite:
-    """The last update that wrote this engine rank's weights; by default none.
-
-    stock_changes  as of its request
-    kept           names of the parameters, and of parts, that it left as they were
-    """
-
-    stock_changes: int = 0
-    kept: tuple[str, ...] = ()
 
 
 def check_kept(kept: Collection[str], request: DistributedUpdateWeightsReq, last: LastWrite, *, torn: bool) -> None:

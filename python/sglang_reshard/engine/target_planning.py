@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from sglang_reshard.engine.loader_names import LoaderNames
 from sglang_reshard.engine.targets import Target
 from sglang_reshard.engine.trainer_memory import TrainerMemory
 from sglang_reshard.engine.unread import left_alone_remark
@@ -22,10 +21,35 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import PUBLISHED_S, Session
 from sglang_reshard.protocol.update_channel import update_scope
 from sglang_reshard.protocol.validation import check_layout
-from sglang_reshard.trace.kept import MayStay
+from sglang_reshard.trace.may_stay import MayStay
 from sglang_reshard.trace.program import Program
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderNames:
+    """The names of one source layout's tensors, in its order, see `engine.names`.
+
+    layout  content hash of the layout; empty as long as no other names were looked for
+    given   as the trainer has them
+    names   as the loader reads them; empty if those are the names that were given
+    hint    what to do about names that the loader does not read, for error messages
+    digest  of `names`; empty if there are none
+    remark  says which names were changed, for the trainer's report; empty if none was
+    """
+
+    layout: str = ""
+    given: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    hint: str = ""
+    digest: str = ""
+    remark: str = ""
+
+    def trainer_names(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Returns the trainer's names of the tensors that the loader reads as `names`."""
+        given = dict(zip(self.names, self.given, strict=True)) if self.names else {}
+        return tuple(given.get(name, name) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +77,11 @@ class TargetPlan:
     def is_traced(self, request: DistributedUpdateWeightsReq, signature: int, names: LoaderNames) -> bool:
         known = self.layout, self.signature, self.may_stay, self.names.digest
         return known == (request.layout, signature, MayStay(request.frozen, request.only), names.digest)
+
+    @property
+    def remark(self) -> str:
+        """Names the parameters that the program does not write, for the trainer's report; empty if there are none."""
+        return left_alone_remark(self.program) if self.program.left_alone else ""
 
     def unread(self, demands: Sequence[RankDemand]) -> tuple[str, ...]:
         """Returns the names, as the trainer has them, of tensors that no engine rank reads."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from sglang_reshard.derived import DerivedState
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.casts import torch_dtype
-from sglang_reshard.trace.kept import MayStay
-from sglang_reshard.trace.names_read import NamesRead, names_read
+from sglang_reshard.trace.may_stay import MayStay
 from sglang_reshard.trace.program import Program, Step
-from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
+
+if TYPE_CHECKING:
+    from sglang_reshard.trace.names_read import NamesRead
+    from sglang_reshard.trace.stock_load import EngineStart
 
 
 class Target(Protocol):
@@ -82,6 +84,8 @@ class TracedModel:
         return trace(self._model, specs, self._start, may_stay=may_stay)
 
     def names_read(self, specs: Sequence[TensorSpec]) -> NamesRead:
+        from sglang_reshard.trace.names_read import names_read
+
         return names_read(self._model, specs)
 
     def renew(self, *, model_ran: bool) -> None:
@@ -128,6 +132,8 @@ class ReceivedAdapter:
         return Program.whole(shapes, flat, (Step("", "use", self.use),))
 
     def names_read(self, specs: Sequence[TensorSpec]) -> NamesRead:
+        from sglang_reshard.trace.names_read import NamesRead
+
         return NamesRead(frozenset(spec.name for spec in specs), "")
 
     def renew(self, *, model_ran: bool) -> None:

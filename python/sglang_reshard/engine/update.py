@@ -27,14 +27,11 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
-from sglang_reshard.engine.loader_names import LoaderNames
-from sglang_reshard.engine.name_search import search_names
+from sglang_reshard.engine.context import LastWrite, Phase, UpdateContext, Vote, describe_error
 from sglang_reshard.engine.prepared import Prepared, Transfers
-from sglang_reshard.engine.sound_weights import LastWrite, check_kept
-from sglang_reshard.engine.target_planning import TargetPlan, get_layout, plan_target
+from sglang_reshard.engine.target_planning import LoaderNames, TargetPlan, get_layout, plan_target
 from sglang_reshard.engine.targets import Target
-from sglang_reshard.engine.unread import left_alone_remark, not_ignored
+from sglang_reshard.engine.unread import not_ignored
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.runtime import runtime
@@ -207,7 +204,7 @@ class UpdateExecutor:
             report=report,
             digest=traffic.digest or context.digest,
             detour=traffic.detour,
-            remark="" if self._remarked == (target.signature, target.layout) else left_alone_remark(target.program),
+            remark="" if self._remarked == (target.signature, target.layout) else target.remark,
         )
         strategy, tensor_index = transfer.strategy, transfer.target.tensor_index
         output = DistributedUpdateWeightsOutput(
@@ -238,6 +235,8 @@ class UpdateExecutor:
 
         Returns the votes of all engine ranks, if none of them has a transfer to reuse.
         """
+        from sglang_reshard.engine.names.probe import search_names
+
         try:
             with context.enter(Phase.TRACE):
                 self._names = search_names(context, self._target, get_layout(context.request, context.session))
@@ -280,6 +279,8 @@ class UpdateExecutor:
                     names=names,
                 )
         if target.program.kept:
+            from sglang_reshard.engine.sound_weights import check_kept
+
             check_kept(target.program.kept, request, self._written, torn=bool(self.torn))
         transfer = self.transfers.last
         reusable = transfer is not None and transfer.is_current(request, target)
@@ -297,7 +298,8 @@ class UpdateExecutor:
         with context.enter(Phase.PLAN):
             demands = context.all_gather("demands", target.demand)
         searched = self._names_of(context.request) is self._names
-        if not searched and not_ignored(target.unread(demands), context.request.ignore):
+        unread = target.unread(demands)
+        if unread and not searched and not_ignored(unread, context.request.ignore):
             context.check_votes(Phase.PREPARE, self._find_names(context))
             target = self._planned
             assert target is not None

@@ -5,16 +5,18 @@ converted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_reshard.landings.base import Landing
-from sglang_reshard.landings.converting import converting
-from sglang_reshard.landings.shadow import Apart, Shadow, check_room, shadow_bytes
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trace.program import Program
+
+if TYPE_CHECKING:
+    from sglang_reshard.landings.shadow import Shadow
 
 
 class Landings:
@@ -46,7 +48,10 @@ class Landings:
         Raises Unsupported if there is no memory for shadow weights.
         """
         landing = self._written(request, program, ranks_on_host)
-        landing = converting(landing, self._device, request.bucket_bytes)
+        if landing.program.arrivals:
+            from sglang_reshard.landings.converting import Converting
+
+            landing = Converting(landing, self._device, request.bucket_bytes)
         if checked:
             from sglang_reshard.landings.checked.engine import Checked
 
@@ -61,6 +66,8 @@ class Landings:
         if not request.staged:
             self._shadow = None
             return Landing(program)
+        from sglang_reshard.landings.shadow import Apart, Shadow, check_room, shadow_bytes
+
         if not self._live:
             return Apart(program)
         if self._shadow is None or self._shadow.live is not program:

@@ -11,6 +11,7 @@ from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.source_layout import SourceLayout
 
 _HELD_BACK = "(not for the loader) "
+_EMBEDDINGS = ("wte", "shared")  # modules, and those with "embed" in their names
 
 
 def renamed(layout: SourceLayout, names: Sequence[str]) -> SourceLayout:
@@ -36,3 +37,9 @@ def is_held_back(name: str) -> bool:
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
     """Returns whether one of these fnmatch patterns matches the name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def is_embedding(name: str) -> bool:
+    """Returns whether a tensor is of a module that models call an embedding."""
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    return "embed" in module or module in _EMBEDDINGS

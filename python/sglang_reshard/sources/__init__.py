@@ -7,17 +7,38 @@ a *slice* of it. `MemoryIdentity` tells whether an update passes the same memory
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from sglang_reshard.layout.shard_map import ExplicitSharding, ShardBox, ShardMap
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
-from sglang_reshard.sources.converter_slices import fused_slices
-from sglang_reshard.sources.flat import FlatBuffer, FlatMember
-from sglang_reshard.sources.fused import FusedSlice, FusedTensor, slice_of
-from sglang_reshard.sources.lora import adapter_tensors, base_tensors
-from sglang_reshard.sources.lora_config import adapter_config
-from sglang_reshard.sources.megatron_lora import megatron_adapter_config, megatron_adapter_tensors
 from sglang_reshard.sources.module import named_shards
 from sglang_reshard.sources.state import NamedTensors, TrainerState, as_list, describe, tied_names
-from sglang_reshard.sources.verl_shard_spec import blocks
+
+if TYPE_CHECKING:
+    from sglang_reshard.sources.converter_slices import fused_slices
+    from sglang_reshard.sources.flat import FlatBuffer, FlatMember
+    from sglang_reshard.sources.fused import FusedSlice, FusedTensor, slice_of
+    from sglang_reshard.sources.lora import adapter_tensors, base_tensors
+    from sglang_reshard.sources.lora_config import adapter_config
+    from sglang_reshard.sources.megatron_lora import megatron_adapter_config, megatron_adapter_tensors
+    from sglang_reshard.sources.verl_shard_spec import blocks
+
+# Names of what most trainers do not use -> the module in this package that has them, which is imported then.
+_DEFINED_IN = {
+    "FlatBuffer": "flat",
+    "FlatMember": "flat",
+    "FusedSlice": "fused",
+    "FusedTensor": "fused",
+    "adapter_config": "lora_config",
+    "adapter_tensors": "lora",
+    "base_tensors": "lora",
+    "blocks": "verl_shard_spec",
+    "fused_slices": "converter_slices",
+    "megatron_adapter_config": "megatron_lora",
+    "megatron_adapter_tensors": "megatron_lora",
+    "slice_of": "fused",
+}
 
 __all__ = [
     "ExplicitSharding",
@@ -46,3 +67,9 @@ __all__ = [
     "slice_of",
     "tied_names",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DEFINED_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)

@@ -17,10 +17,6 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources.flat import FlatBuffer, FlatMember
 
 
-def is_partitioned(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "ds_tensor")
-
-
 def partition(where: str, name: str, parameter: Any) -> tuple[torch.Tensor, FlatBuffer]:
     """Returns this rank's piece of a partitioned parameter and its flat buffer, with one member of this name.
 

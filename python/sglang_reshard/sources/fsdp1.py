@@ -53,11 +53,6 @@ def flat_shards(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, FlatBuff
         ) from error
 
 
-def is_flattened(parameter: torch.Tensor) -> bool:
-    """Returns whether FSDP1 registered this for a flat parameter: the flat one, or a view of this rank's piece."""
-    return bool(getattr(parameter, "_fsdp_flattened", False))
-
-
 def clean_name(name: str) -> str:
     """Returns a parameter's name in the original module, without the names of FSDP1's and checkpointing's wrappers."""
     from torch.distributed.fsdp._common_utils import clean_tensor_name

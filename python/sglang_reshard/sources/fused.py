@@ -21,7 +21,7 @@ import torch
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import ShardBox, ShardMap
-from sglang_reshard.layout.source_layout import Sharding
+from sglang_reshard.sources.local_shard import LocalShard
 
 NamedSlices = tuple[tuple[str, "FusedSlice"], ...]  # checkpoint names, and their boxes of the fused tensor
 
@@ -54,15 +54,6 @@ class FusedTensor:
 
     slices: NamedSlices
     spec: Any = None
-
-
-class LocalShard(NamedTuple):
-    """A checkpoint tensor with this rank's shard of it, a view of the input's local tensor; empty if it has none."""
-
-    name: str
-    shape: tuple[int, ...]
-    sharding: Sharding
-    tensor: torch.Tensor
 
 
 def split_fused(

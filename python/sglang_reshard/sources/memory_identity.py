@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from sglang_reshard.sources.deepspeed import is_partitioned
 from sglang_reshard.torch_private import DTensorSpec
 
 NamedTensorList = Sequence[tuple[Any, ...]]  # (name, tensor) or (name, tensor, sharding), as `describe` takes them
@@ -200,6 +199,16 @@ def _selectors(chosen: Iterable[bool]) -> list[bool]:
     """Returns selectors for `compress`, which looks at no tensor if there are none."""
     found = list(chosen)
     return found if any(found) else []
+
+
+def is_partitioned(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is a parameter that DeepSpeed's ZeRO-3 has partitioned: `ds_tensor` is the piece."""
+    return hasattr(tensor, "ds_tensor")
+
+
+def is_flattened(parameter: torch.Tensor) -> bool:
+    """Returns whether FSDP1 registered this for a flat parameter: the flat one, or a view of this rank's piece."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 def own_memory(tensor: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,8 +10,7 @@ import torch
 from torch import nn
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.sources.fsdp import ShardedParameters
-from sglang_reshard.sources.fsdp1 import clean_name, flat_shards, is_flattened
+from sglang_reshard.sources.memory_identity import is_flattened
 
 
 def named_shards(module: nn.Module) -> Iterator[tuple[Any, ...]]:
@@ -22,7 +22,19 @@ def named_shards(module: nn.Module) -> Iterator[tuple[Any, ...]]:
 
     Raises Unsupported for a torch version that keeps the state of FSDP1 or FSDP2 elsewhere.
     """
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # engine ranks need neither
+    if "torch.distributed.fsdp" in sys.modules:
+        yield from _of_fsdp(module)
+        return
+    yield from module.named_parameters()
+    yield from _persistent_buffers(module)
+
+
+def _of_fsdp(module: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """Yields the weights of a module that FSDP may wrap."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    from sglang_reshard.sources.fsdp import ShardedParameters
+    from sglang_reshard.sources.fsdp1 import clean_name, flat_shards
 
     flattened: set[str] = set()
     wrapped = any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
@@ -42,8 +54,12 @@ def named_shards(module: nn.Module) -> Iterator[tuple[Any, ...]]:
             yield name, sharded.of(name, parameter)
         elif not is_flattened(parameter) and (cleaned := clean_name(name)) not in flattened:
             yield cleaned, sharded.of(name, parameter)
+    for name, tensor in _persistent_buffers(module):
+        yield clean_name(name) if wrapped else name, tensor
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:
-                full = f"{path}.{name}" if path else name
-                yield clean_name(full) if wrapped else full, buffer
+                yield f"{path}.{name}" if path else name, buffer

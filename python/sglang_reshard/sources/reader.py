@@ -6,8 +6,9 @@ Errors name the trainer rank and the tensor. `where` is both, "trainer rank 1: m
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,16 +24,16 @@ from sglang_reshard.layout.source_layout import (
     compute_local_shapes,
     compute_shard_map,
 )
-from sglang_reshard.sources.deepspeed import is_partitioned, partition
 from sglang_reshard.sources.dtensor import local_tensor, mesh_sharding
 from sglang_reshard.sources.dtensor_spec import LEFT_TO_RIGHT, ShardOrder, shard_order
-from sglang_reshard.sources.flat import FlatBuffer, split_flat
-from sglang_reshard.sources.fsdp import ShardedParameters
-from sglang_reshard.sources.fsdp1 import is_flattened
-from sglang_reshard.sources.fused import FusedTensor, LocalShard, split_fused
-from sglang_reshard.sources.uneven import OwnPart, own_part
-from sglang_reshard.sources.verl_shard_spec import check_has_no_place, fused_tensor_of
+from sglang_reshard.sources.local_shard import LocalShard
+from sglang_reshard.sources.memory_identity import is_flattened, is_partitioned
 from sglang_reshard.torch_private import is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from sglang_reshard.sources.flat import FlatBuffer
+    from sglang_reshard.sources.fsdp import ShardedParameters
+    from sglang_reshard.sources.uneven import OwnPart
 
 
 class TensorReader:
@@ -63,12 +64,18 @@ class TensorReader:
             )
         if not isinstance(given, torch.Tensor):
             raise Unsupported(f"{where} is a {type(given).__name__}, not a torch.Tensor; leave it out")
-        if isinstance(sharding, FlatBuffer):
-            return self._read_flat(where, given, sharding)
         if sharding is None and is_partitioned(given):
+            from sglang_reshard.sources.deepspeed import partition
+
             return self._read_flat(where, *partition(where, name, given))
         fused, spec = None, sharding
         if sharding is not None and not isinstance(sharding, ExplicitSharding):
+            from sglang_reshard.sources.flat import FlatBuffer
+            from sglang_reshard.sources.fused import FusedTensor
+            from sglang_reshard.sources.verl_shard_spec import fused_tensor_of
+
+            if isinstance(sharding, FlatBuffer):
+                return self._read_flat(where, given, sharding)
             fused = sharding if isinstance(sharding, FusedTensor) else fused_tensor_of(where, sharding)
             spec = fused.spec if fused else sharding
         tensor = given if spec is not None else self._registered(where, given)
@@ -80,6 +87,8 @@ class TensorReader:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if fused is None:
             return local, dtype, [LocalShard(name, shape, found, shaped)]
+        from sglang_reshard.sources.fused import split_fused
+
         return local, dtype, split_fused(where, fused.slices, shape, shard_map, shaped, self._rank)
 
     def _registered(self, where: str, given: torch.Tensor) -> torch.Tensor:
@@ -89,13 +98,21 @@ class TensorReader:
                 f"{where} belongs to a flat parameter of FSDP1 and does not tell its sharding; pass the module itself, "
                 "or sglang_reshard.sources.named_shards(module)"
             )
-        # Not in the constructor: a generator of named tensors may run a forward before its first.
-        self._fsdp = self._fsdp or ShardedParameters.of_this_process()
+        if self._fsdp is None:
+            # Not in the constructor: a generator of named tensors may run a forward before its first.
+            registry = sys.modules.get("torch.distributed._composable_state")  # see `fsdp`
+            if registry is None or not getattr(registry, "_module_state_mapping", True):
+                return given
+            from sglang_reshard.sources.fsdp import ShardedParameters
+
+            self._fsdp = ShardedParameters.of_this_process()
         return self._fsdp.of(where, given)
 
     def _read_flat(
         self, where: str, given: torch.Tensor, buffer: FlatBuffer
     ) -> tuple[torch.Tensor, str, Iterable[LocalShard]]:
+        from sglang_reshard.sources.flat import split_flat
+
         local = given.detach()
         _check_carried(where, local)
         shards = list(split_flat(where, buffer, local, self._rank, self._trainer_rank_of))
@@ -108,6 +125,8 @@ class TensorReader:
         if isinstance(spec, ExplicitSharding):
             return tuple(spec.shape), canonical(spec.shard_map), tensor
         if spec is not None:
+            from sglang_reshard.sources.verl_shard_spec import check_has_no_place
+
             check_has_no_place(where, spec)
             sharding = self._replicated if spec.mesh is None else self._on_mesh(where, spec.mesh, spec.placements)
             return tuple(spec.full_shape), sharding, tensor
@@ -115,15 +134,17 @@ class TensorReader:
             order = shard_order(where, tensor._spec)
             sharding = self._on_mesh(where, tensor.device_mesh, tensor.placements, order)
             shape, local = tuple(tensor.shape), local_tensor(tensor)
-            return shape, self._of_own_part(where, shape, sharding, own_part(where, shape, local)), local
+            if hasattr(local, "__create_chunk_list__"):
+                from sglang_reshard.sources.uneven import own_part
+
+                return shape, self._of_own_part(where, shape, sharding, own_part(where, shape, local)), local
+            return shape, sharding, local
         return tuple(tensor.shape), self._replicated, tensor
 
     def _of_own_part(
-        self, where: str, shape: tuple[int, ...], placed: MeshSharding, part: OwnPart | None
+        self, where: str, shape: tuple[int, ...], placed: MeshSharding, part: OwnPart
     ) -> MeshSharding | ShardMap:
-        """Returns the sharding of a tensor whose local tensor may state its own part: `placed` if they agree."""
-        if part is None:
-            return placed
+        """Returns the sharding of a tensor whose local tensor states its own part: `placed` if they agree."""
         boxes = [] if part.box is None else [part.box]
         if [shard.box for shard in compute_shard_map(shape, *placed).shards_of(self._rank)] == boxes:
             return placed

@@ -21,18 +21,15 @@ class OwnPart(NamedTuple):
     box: Box | None
 
 
-def own_part(where: str, shape: tuple[int, ...], local: torch.Tensor) -> OwnPart | None:
-    """Returns the part of a tensor of global `shape` (elements) that a DTensor's local tensor states; None if none.
+def own_part(where: str, shape: tuple[int, ...], local: torch.Tensor) -> OwnPart:
+    """Returns the part of a tensor of global `shape` (elements) that a DTensor's local tensor states.
 
     Raises Mismatch, starting with `where`, for a part that is not the local tensor's or is outside of the shape, and
     Unsupported for several parts.
     """
-    list_chunks = getattr(local, "__create_chunk_list__", None)
-    if list_chunks is None:
-        return None
     if not local.numel():
         return OwnPart(None)
-    chunks: list[Any] = list_chunks()
+    chunks: list[Any] = local.__create_chunk_list__()  # type: ignore[attr-defined]
     if len(chunks) != 1:
         raise Unsupported(
             f"{where} has a local tensor with {len(chunks)} chunks; pass each chunk with an ExplicitSharding"

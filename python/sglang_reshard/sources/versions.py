@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.sources.deepspeed import is_partitioned
 from sglang_reshard.sources.fsdp import ShardedParameters
+from sglang_reshard.sources.memory_identity import is_partitioned
 
 
 class VersionCounters:

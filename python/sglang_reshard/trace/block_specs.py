@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.block_formats import FP8, Blocks
 from sglang_reshard.trace.casts import torch_dtype
-from sglang_reshard.trace.lazy_storage import CheckpointTensor, VersionedView, leaves
+from sglang_reshard.trace.lazy_storage import checkpoint_tensors
 from sglang_reshard.trace.memory import Record
 
 
@@ -36,14 +36,6 @@ def sources_of_fp8(records: Iterable[Record]) -> set[str]:
     return {
         tensor.spec.name for record in records if record.dtype == FP8 for tensor in checkpoint_tensors(record.content)
     }
-
-
-def checkpoint_tensors(content: object) -> Iterator[CheckpointTensor]:
-    """Yields the checkpoint tensors that a record's content depends on."""
-    if isinstance(content, CheckpointTensor):
-        yield content
-    elif isinstance(content, VersionedView):
-        yield from (leaf.storage.base for leaf in leaves(content) if isinstance(leaf.storage.base, CheckpointTensor))
 
 
 def in_fp8(spec: TensorSpec) -> TensorSpec:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from sglang_reshard.trace.live import storage_key
+from sglang_reshard.trace.passes import BUILT
 
 HELPERS = ("quant_method", "scheme")  # attributes of a module whose objects keep state of its post-processing
 _REGISTERS = ("_parameters", "_buffers", "_modules")
-_BUILT = "_reshard_built"  # the attribute of a module that has its BuiltModule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +91,7 @@ def remember(
     helpers = {name: attributes[name] for name in HELPERS if hasattr(attributes.get(name), "__dict__")}
     states = {name: (type(helper), dict(vars(helper))) for name, helper in helpers.items()}
     built = BuiltModule(attributes, twins, dict(module._buffers), states, process, reorders)
-    vars(module)[_BUILT] = built  # not in a dictionary by module, which what is kept of it would keep alive
+    vars(module)[BUILT] = built  # not in a dictionary by module, which what is kept of it would keep alive
 
 
 def note_copies(model: torch.nn.Module) -> None:
@@ -114,17 +114,17 @@ def note_copies(model: torch.nn.Module) -> None:
             and storage_key(tensor) not in memory
             for tensor in (*vars(module).values(), *module._buffers.values())
         ):
-            vars(module)[_BUILT] = replace(built, copied=True)
+            vars(module)[BUILT] = replace(built, copied=True)
 
 
 def built_module(module: torch.nn.Module) -> BuiltModule | None:
     """Returns what `remember` has kept; None if it was not called."""
-    return vars(module).get(_BUILT)
+    return vars(module).get(BUILT)
 
 
 def forget(module: torch.nn.Module) -> None:
     """Must be called if a module's parameters are no longer loaded and post-processed."""
-    vars(module).pop(_BUILT, None)
+    vars(module).pop(BUILT, None)
 
 
 @contextmanager

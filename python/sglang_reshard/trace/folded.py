@@ -6,16 +6,18 @@ part of loading or of the first forward pass. Such flags are recognized by the m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from sglang_reshard.trace.code_uses import methods_of
+from sglang_reshard.trace.passes import FLAGS, Pass
 from sglang_reshard.trace.program import Step
 
 UNFOLD = "unfold"  # the description of the steps
-_FLAGS = "_reshard_flags"  # the attribute of a model that has what `remember_built` has found
 
 
 class Flag(NamedTuple):
@@ -29,39 +31,43 @@ class Flag(NamedTuple):
     def is_set(self) -> bool:
         return self.attributes.get(self.name) is True
 
+    @property
+    def label(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
     def put(self, value: bool) -> None:
         self.attributes[self.name] = value
 
 
 def remember_built(model: torch.nn.Module) -> None:
     """Must be called when `model` has been built, before it is loaded."""
-    vars(model)[_FLAGS] = _found(model)
+    vars(model)[FLAGS] = _found(model)
 
 
 def flags_of(model: torch.nn.Module) -> list[Flag]:
     """Returns the flags that `remember_built` has found in a model or in its parts; now, if it was not called."""
-    parts = [module for module in model.modules() if _FLAGS in vars(module)]
+    parts = [module for module in model.modules() if FLAGS in vars(module)]
     if not parts:
         remember_built(model)
         parts = [model]
-    return [flag for module in parts for flag in vars(module)[_FLAGS]]
+    return [flag for module in parts for flag in vars(module)[FLAGS]]
 
 
-def unfold_steps(flags: Sequence[Flag], set_by_loader: Collection[str]) -> list[Step]:
-    """Returns the steps that come before all others: parameters are then as the loader has written them.
+class Run(Pass):
+    """Clears the flags while a loader runs, and before each update: parameters are then as the loader writes them."""
 
-    set_by_loader  paths and names of the flags that the loader sets while it writes, by `label`
-    """
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._flags = [(flag, False) for flag in flags_of(model)]
 
-    def step(flag: Flag) -> Step:
-        value = label(flag) in set_by_loader
-        return Step(flag.path, UNFOLD, lambda: flag.put(value))
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        for flag, _ in self._flags:
+            flag.put(False)
+        yield
+        self._flags = [(flag, flag.is_set) for flag, _ in self._flags]
 
-    return [step(flag) for flag in flags]
-
-
-def label(flag: Flag) -> str:
-    return f"{flag.path}.{flag.name}" if flag.path else flag.name
+    def first(self) -> Sequence[Step]:
+        return [Step(flag.path, UNFOLD, partial(flag.put, value)) for flag, value in self._flags]
 
 
 def _found(model: torch.nn.Module) -> list[Flag]:

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_reshard.trace.kv_scales import is_scale
+from sglang_reshard.trace.live import persistent_buffers
 
 _KEPT = "_reshard_initial_values"  # the attribute of a model that has its InitialValues
 _COPIED_ELEMENTS = 1 << 16
@@ -64,14 +65,6 @@ def keep_initial_values(model: torch.nn.Module) -> Iterator[None]:
         for tensor, copy in zip(fixed, copies, strict=True):
             tensor.copy_(copy)
     vars(model)[_KEPT] = values
-
-
-def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the buffers of a model's state dict, by name."""
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield (f"{path}.{name}" if path else name), buffer
 
 
 def _initial(tensor: torch.Tensor) -> torch.Tensor | None:

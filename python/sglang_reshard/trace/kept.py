@@ -6,42 +6,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from glob import escape
 
 import torch
 
-from sglang_reshard.layout.names import matches_any
 from sglang_reshard.trace.lazy_storage import LiveStorage
 from sglang_reshard.trace.live import storage_key
+from sglang_reshard.trace.may_stay import MayStay
 from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.repack import RepackedModule
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _NUMBERED = re.compile(r"(.*?\.\d*)(\d)(\..*)")  # up to the last digit of the first number
 MAIN = "reshard_main"  # attribute of a model that wraps the engine's: the path of that one
-
-
-@dataclass(frozen=True, slots=True)
-class MayStay:
-    """Says what may stay as it is, by fnmatch patterns.
-
-    frozen  of names in the engine's model, whose parameters may stay as a whole, and of names in its own checkpoint:
-            what a start fills from these tensors may stay, also where it is a part of a fused parameter
-    only    of names in the engine's model; all other parameters may stay. Empty if there is no such rule
-    """
-
-    frozen: tuple[str, ...] = ()
-    only: tuple[str, ...] = ()
-
-    def __call__(self, name: str) -> bool:
-        if matches_any(name, self.frozen):
-            return True
-        return bool(self.only) and not matches_any(name, self.only)
-
-    def from_checkpoint(self, name: str) -> bool:
-        """Returns whether what the tensor of this name in the engine's own checkpoint has filled may stay."""
-        return matches_any(name, self.frozen)
 
 
 def part_of(parameter: str, tensor: str) -> str:

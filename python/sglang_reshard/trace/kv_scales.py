@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 
+from sglang_reshard.trace.passes import Pass
 from sglang_reshard.trace.program import Step
 
 _NAMES = ("k_scale", "v_scale")
@@ -27,14 +28,13 @@ def is_default_scale(name: str, parameter: torch.Tensor) -> bool:
     return parameter.device.type == "meta" or float(parameter) == 1.0 or float(parameter) < 0.0
 
 
-def kv_scale_steps(model: torch.nn.Module, written: Collection[str]) -> list[Step]:
-    """Returns steps that take over new scales as loading does: attention reads copies of them, as Python numbers.
+class Run(Pass):
+    """Takes over new scales as loading does: attention reads copies of them, as Python numbers."""
 
-    written  names of the parameters that an update writes
-    """
-    steps = []
-    for path, module in model.named_modules():
-        take_over = getattr(getattr(module, "quant_method", None), _HOOK, None)
-        if take_over is not None and any(f"{path}.{name}" in written for name in _NAMES):
-            steps.append(Step(path, _HOOK, functools.partial(take_over, module)))
-    return steps
+    def last(self, written: Collection[str]) -> Sequence[Step]:
+        steps = []
+        for path, module in self.model.named_modules():
+            take_over = getattr(getattr(module, "quant_method", None), _HOOK, None)
+            if take_over is not None and any(f"{path}.{name}" in written for name in _NAMES):
+                steps.append(Step(path, _HOOK, functools.partial(take_over, module)))
+        return steps

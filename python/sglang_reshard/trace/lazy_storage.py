@@ -186,6 +186,14 @@ def leaves(view: VersionedView, seen: set[tuple[int, int]] | None = None) -> Ite
             yield from leaves(write.content, seen)
 
 
+def checkpoint_tensors(content: object) -> Iterator[CheckpointTensor]:
+    """Yields the checkpoint tensors that the content of a record depends on."""
+    if isinstance(content, CheckpointTensor):
+        yield content
+    elif isinstance(content, VersionedView):
+        yield from (leaf.storage.base for leaf in leaves(content) if isinstance(leaf.storage.base, CheckpointTensor))
+
+
 def unwritten_view(storage: LazyStorage) -> VersionedView:
     """Returns the storage's tensor before its first write."""
     return VersionedView(storage, 0, storage.layout, storage.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -30,7 +30,9 @@ from sglang_reshard.trace.lazy_storage import (
 )
 from sglang_reshard.trace.lazy_tensor import LazyTensor
 from sglang_reshard.trace.live import live_storages, storage_key
-from sglang_reshard.trace.scalars import Scalars
+
+if TYPE_CHECKING:
+    from sglang_reshard.trace.scalars import Scalars
 
 # An expanded dimension of at most this size becomes that many copies; a larger one is computed.
 MAX_REPEATS = 64
@@ -68,7 +70,7 @@ class TraceMemory:
         self.storages = live_storages(model, as_built, weightless=weightless)
         devices = [s.tensor.device for key, s in self.storages.items() if key not in as_built]
         self.device = devices[0] if devices else torch.device("cpu")
-        self.scalars = Scalars()
+        self.scalars: Scalars | None = None  # once the loader has read the value of a tensor
         # By storage key. The bytes of `_written` live storages and of `_adopted` tensors, which are the loader's own
         # and have had lazy tensors written to them, are not what the loader should read.
         self._written: set[int] = set()
@@ -156,7 +158,7 @@ class TraceMemory:
             if read.shape != to.shape:
                 read.meta.expand(to.shape)  # raises what torch raises when the shapes do not fit
             content = self.view_of(read).expanded(tuple(to.shape))
-        elif (origin := self.scalars.origin(content)) is not None:
+        elif self.scalars is not None and (origin := self.scalars.origin(content)) is not None:
             content = origin.expanded(tuple(to.shape))
         if type(to) is not LazyTensor:
             key = storage_key(to)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.aten_ops import map_leaves
 from sglang_reshard.trace.lazy_tensor import LazyTensor
+from sglang_reshard.trace.passes import Pass
 from sglang_reshard.trace.program import Step
 
 _HOOK = "post_load_weights"
@@ -25,36 +26,40 @@ class DeferredCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-@contextmanager
-def defer_post_load(model: torch.nn.Module) -> Iterator[list[DeferredCall]]:
+class Run(Pass):
     """Collects the calls of `post_load_weights` instead of making them."""
-    calls: list[DeferredCall] = []
-    hooked: list[torch.nn.Module] = []
-    for path, module in model.named_modules():
-        if not callable(getattr(module, _HOOK, None)) or _HOOK in vars(module):
-            continue
 
-        def defer(*args: Any, _path: str = path, _module: torch.nn.Module = module, **kwargs: Any) -> None:
-            calls.append(DeferredCall(_path, _module, args, kwargs))
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.deferred: list[DeferredCall] = []
 
-        vars(module)[_HOOK] = defer
-        hooked.append(module)
-    try:
-        yield calls
-    finally:
-        for module in hooked:
-            del vars(module)[_HOOK]
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        hooked: list[torch.nn.Module] = []
+        for path, module in self.model.named_modules():
+            if not callable(getattr(module, _HOOK, None)) or _HOOK in vars(module):
+                continue
 
+            def defer(*args: Any, _path: str = path, _module: torch.nn.Module = module, **kwargs: Any) -> None:
+                self.deferred.append(DeferredCall(_path, _module, args, kwargs))
 
-def post_load_steps(model: torch.nn.Module, calls: Sequence[DeferredCall]) -> list[Step]:
-    """Returns the steps that make the calls and keep all live tensors at their addresses.
+            vars(module)[_HOOK] = defer
+            hooked.append(module)
+        try:
+            yield
+        finally:
+            for module in hooked:
+                del vars(module)[_HOOK]
 
-    Raises Unsupported if a call has a lazy tensor among its arguments.
-    """
-    for call in calls:
-        map_leaves(_check_argument, (call.args, call.kwargs))
-    tensors = _tensor_attributes(model) if calls else []
-    return [_step(call, tensors) for call in calls]
+    def last(self, written: Collection[str]) -> Sequence[Step]:
+        """Returns the steps that make the calls and keep all live tensors at their addresses.
+
+        Raises Unsupported if a call has a lazy tensor among its arguments.
+        """
+        for call in self.deferred:
+            map_leaves(_check_argument, (call.args, call.kwargs))
+        tensors = _tensor_attributes(self.model) if self.deferred else []
+        return [_step(call, tensors) for call in self.deferred]
 
 
 def _check_argument(value: Any) -> Any:

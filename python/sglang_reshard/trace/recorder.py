@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,9 @@ from sglang_reshard.trace.aten_ops import map_leaves
 from sglang_reshard.trace.lazy_storage import LazyStorage, OpOutput, Write
 from sglang_reshard.trace.lazy_tensor import LazyTensor, tensors_in
 from sglang_reshard.trace.memory import TraceMemory, geometry_of, storage_like
-from sglang_reshard.trace.scalars import TracedScalar
+
+if TYPE_CHECKING:
+    from sglang_reshard.trace.scalars import TracedScalar
 
 
 class Recorder(TraceMemory):
@@ -69,7 +71,7 @@ class Recorder(TraceMemory):
                     return self.record(func, args, kwargs)
         if self.any_stale and any(map(self.is_stale, tensors)):
             return self.record(func, args, kwargs)
-        self.scalars.check_unused(func, args, kwargs)
+        self._check_scalars(func, args, kwargs)
         out = func(*args, **kwargs)
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor):
@@ -77,7 +79,15 @@ class Recorder(TraceMemory):
         return out
 
     def item(self, tensor: LazyTensor) -> TracedScalar:
+        if self.scalars is None:
+            from sglang_reshard.trace.scalars import Scalars
+
+            self.scalars = Scalars()
         return self.scalars.take(self.view_of(tensor))
+
+    def _check_scalars(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.scalars is not None:
+            self.scalars.check_unused(func, args, kwargs)
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten_ops.COPY or func is aten_ops.FILL_TENSOR:
@@ -90,7 +100,7 @@ class Recorder(TraceMemory):
         if func in aten_ops.FILLS:
             self.write(args[0], args[1] if len(args) > 1 else 0)
             return args[0]
-        self.scalars.check_unused(func, args, kwargs)
+        self._check_scalars(func, args, kwargs)
         if aten_ops.written_arguments(func, args, kwargs):
             return self._in_place(func, args, kwargs)
         args, kwargs = map_leaves(self.as_lazy, args), map_leaves(self.as_lazy, kwargs)

@@ -20,7 +20,8 @@ from sglang_reshard.trace.geometry import Geometry
 from sglang_reshard.trace.lazy_storage import CheckpointTensor, LiveStorage, Number
 from sglang_reshard.trace.live import OWN_ATTRIBUTES, flat_view, storage_key
 from sglang_reshard.trace.memory import Record, geometry_of
-from sglang_reshard.trace.post_load import DeferredCall
+from sglang_reshard.trace.passes import Pass
+from sglang_reshard.trace.post_load import Run as PostLoad
 from sglang_reshard.trace.program import Program, Step
 
 _ALIGN_BYTES = 256
@@ -298,8 +299,9 @@ def split_records(
     return found
 
 
-def check_deferred(modules: Sequence[RepackedModule], deferred: Sequence[DeferredCall]) -> None:
+def check_deferred(modules: Sequence[RepackedModule], passes: Sequence[Pass]) -> None:
     """Raises Unsupported if post_load_weights reads a repacked module: SGLang calls it before it repacks."""
+    deferred = any(isinstance(one, PostLoad) and one.deferred for one in passes)
     for module in modules if deferred else ():
         if module.path.rpartition(".")[2] == "kv_b_proj":
             raise Unsupported(

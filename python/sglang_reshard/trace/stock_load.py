@@ -23,8 +23,9 @@ import torch
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.shown_names import some_names
-from sglang_reshard.trace.kept import MayStay, patterns_of
-from sglang_reshard.trace.lazy_storage import CheckpointTensor, VersionedView, leaves
+from sglang_reshard.trace.kept import patterns_of
+from sglang_reshard.trace.lazy_storage import CheckpointTensor, VersionedView, checkpoint_tensors, leaves
+from sglang_reshard.trace.may_stay import MayStay
 from sglang_reshard.trace.memory import Record
 
 _MOST_PATTERNS = 12  # that an error lists
@@ -205,12 +206,7 @@ def _by_storage(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def _sources(record: Record) -> Iterable[str]:
-    if isinstance(record.content, CheckpointTensor):
-        yield record.content.spec.name
-    elif isinstance(record.content, VersionedView):
-        for leaf in leaves(record.content):
-            if isinstance(leaf.storage.base, CheckpointTensor):
-                yield leaf.storage.base.spec.name
+    return (tensor.spec.name for tensor in checkpoint_tensors(record.content))
 
 
 def _kind(name: str) -> str:

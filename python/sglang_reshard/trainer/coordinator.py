@@ -33,7 +33,6 @@ from sglang_reshard.routes import options_around
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.trainer.publisher import PublishedShards
 from sglang_reshard.trainer.settlement import Settlement
-from sglang_reshard.trainer.tied_heads import judged
 from sglang_reshard.version import PROTOCOL, __version__
 
 _TORN = "The engine's weights are torn: repeat the update before generating"
@@ -187,8 +186,7 @@ class UpdateCoordinator:
     ) -> DistributedUpdateWeightsReq:
         """Returns the request of an engine, which carries metadata only."""
         tied = tuple(glob.escape(name) for name in published.tied)
-        heads = [status.heads for status in statuses]
-        equal, apart = judged(heads) if any(heads) else ((), {})
+        equal, apart = _judged_heads(statuses)
         return DistributedUpdateWeightsReq(
             address=self._session.address,
             engine=engine,
@@ -230,6 +228,15 @@ class UpdateCoordinator:
                     for digest in (statuses[0].layout, status.layout)
                 )
                 raise Mismatch(first_difference(first, other, rank))
+
+
+def _judged_heads(statuses: Sequence[TrainerStatus]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """See `trainer.tied_heads.judged`."""
+    if not any(status.heads for status in statuses):
+        return (), {}
+    from sglang_reshard.trainer.tied_heads import judged
+
+    return judged([status.heads for status in statuses])
 
 
 def _offers(statuses: Sequence[TrainerStatus], engine: int) -> tuple[dict[int, bytes], ...]:

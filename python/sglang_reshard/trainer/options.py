@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
@@ -27,8 +28,6 @@ from sglang_reshard.protocol.messages import (
     Verify,
 )
 from sglang_reshard.protocol.validation.requests import check_transport
-from sglang_reshard.sources.lora_config import check_base
-from sglang_reshard.sources.lora_layers import BaseWeights, merged_adapters
 from sglang_reshard.sources.names import Rename, Renaming, patterns
 
 Delta = Literal["off", "auto"]
@@ -73,6 +72,8 @@ class SenderOptions:
                 "memory; use transport='auto', 'p2p' or 'nixl'"
             )
         if self.lora is not None:
+            from sglang_reshard.sources.lora_config import check_base
+
             check_base(self.lora.config)
 
     @classmethod
@@ -168,9 +169,12 @@ class UpdateOptions:
         Raises TypeError for another name.
         """
         chosen = _with("an update", options or cls(), given)
-        if not isinstance(weights, (BaseWeights, torch.nn.Module)) or not (merged := merged_adapters(weights)):
-            return chosen
-        return dataclasses.replace(chosen, merged=merged)
+        if "peft" not in sys.modules or not isinstance(weights, (list, torch.nn.Module)):
+            return chosen  # no adapter can be merged
+        from sglang_reshard.sources.lora_layers import merged_adapters
+
+        merged = merged_adapters(weights)
+        return dataclasses.replace(chosen, merged=merged) if merged else chosen
 
 
 def _with(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +14,7 @@ from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.announce import rank_device, trainer_device
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.layout.names import is_embedding
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.protocol.session import Session, handles_key
 from sglang_reshard.sources import (
@@ -26,7 +29,9 @@ from sglang_reshard.sources.memory_identity import MemoryIdentity, NamedTensorLi
 from sglang_reshard.sources.names import Renaming, ignored_remark
 from sglang_reshard.trainer.gathering import Gathering
 from sglang_reshard.trainer.stages import Stages
-from sglang_reshard.trainer.tied_heads import TiedHeads
+
+if TYPE_CHECKING:
+    from sglang_reshard.trainer.tied_heads import TiedHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ class ShardPublisher:
         self._stages: Stages | None = None
         self._partial = False  # whether trainer ranks list different tensors
         self._rename: Renaming | None = None
-        self._heads = TiedHeads((), ())
+        self._heads: TiedHeads | None = None  # of a layout that may have some
         self.heads: dict[str, str] = {}  # see `TiedHeads.compare`, of what was published last
 
     def publish(
@@ -134,8 +139,8 @@ class ShardPublisher:
         if state is not None:
             whole = state if self._stages is None else state.within(self._stages.layout)
             self._published = self._publish(whole)
-            self._heads = TiedHeads.of(whole, self._rank)
-            self.heads = self._heads.compare(_inputs(whole, self._heads.inputs))
+            self._heads = _tied_heads(whole, self._rank)
+            self._compare_heads(whole)
             if isinstance(listed, TrainerState):
                 self._read = listed
             else:
@@ -146,9 +151,11 @@ class ShardPublisher:
         self._memory.refresh()
         if (pages := self._memory.pages()) != self._published.pages:
             self._published = replace(self._published, pages=pages)
-        if self._heads.pairs:
-            self.heads = self._heads.compare(_inputs(listed, self._heads.inputs))
+        self._compare_heads(listed)
         return self._published
+
+    def _compare_heads(self, listed: NamedTensorList | TrainerState) -> None:
+        self.heads = {} if self._heads is None else self._heads.compare(_inputs(listed, self._heads.inputs))
 
     def shards(self, named_tensors: NamedTensors | torch.nn.Module | TrainerState) -> tuple[torch.Tensor, ...]:
         """Returns the shards that were published last, in the layout's order."""
@@ -220,6 +227,17 @@ class ShardPublisher:
             self._session.delete(handles_key(self._rank, known.handles))
         self._handles = handles
         return published
+
+
+def _tied_heads(state: TrainerState, trainer_rank: int) -> TiedHeads | None:
+    """Returns what may be an embedding's copy; None if no other matrix outside of the layers has its shape."""
+    matrices = [(tensor.name, tensor.shape) for tensor in state.layout.tensors if len(tensor.shape) == 2]
+    outside = Counter(shape for name, shape in matrices if not any(map(str.isdigit, name.split("."))))
+    if not any(outside[shape] > 1 for name, shape in matrices if is_embedding(name)):
+        return None
+    from sglang_reshard.trainer.tied_heads import TiedHeads
+
+    return TiedHeads.of(state, trainer_rank)
 
 
 def _inputs(listed: NamedTensorList | TrainerState, numbers: Sequence[int]) -> dict[int, torch.Tensor]:

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_reshard.layout.names import is_embedding
 from sglang_reshard.layout.regions import Box, Region, split
 from sglang_reshard.layout.source_layout import SourceLayout, SourceTensor
 from sglang_reshard.sources import TrainerState, tied_names
 
 _FIRST_CHUNK, _CHUNK = 1 << 12, 1 << 24  # elements that are compared at a time
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: NaNs are equal in bits
-_EMBEDDINGS = ("wte", "shared")  # modules, and those with "embed" in their names
 
 
 class _View(NamedTuple):
@@ -101,8 +101,7 @@ def heads(layout: SourceLayout) -> Iterator[tuple[SourceTensor, SourceTensor, in
         if len(tensor.shape) == 2 and not any(map(str.isdigit, tensor.name.split(".")))
     ]
     for number, tensor in outside:
-        module = tensor.name.rpartition(".")[0].rpartition(".")[2]
-        if "embed" in module or module in _EMBEDDINGS:
+        if is_embedding(tensor.name):
             embeddings.setdefault(tensor.shape, number)
     for number, tensor in outside:
         of = embeddings.get(tensor.shape, number)

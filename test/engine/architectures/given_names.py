@@ -20,9 +20,10 @@ from examination import built
 from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
-from sglang_reshard.engine.loader_names import LoaderNames, Reading, find_names, reading
+from sglang_reshard.engine.names.search import Reading, find_names, reading
+from sglang_reshard.engine.target_planning import LoaderNames
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.kept import MayStay
+from sglang_reshard.trace.may_stay import MayStay
 from sglang_reshard.trace.names_read import names_read
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights, write_checkpoint

@@ -21,7 +21,7 @@ from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.derived import DerivedState
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.folded import flags_of, label
+from sglang_reshard.trace.folded import flags_of
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights, write_checkpoint
 from support.scripts import answer
@@ -74,7 +74,7 @@ def compressor_flags() -> list[str]:
     made: Any = object.__new__(Compressor)  # its constructor wants a GPU
     torch.nn.Module.__init__(made)
     made.ape, made.ape_converted = torch.nn.Parameter(torch.zeros(2, 8)), False
-    return [label(flag) for flag in flags_of(made)]
+    return [flag.label for flag in flags_of(made)]
 
 
 def main(folder: str) -> None:

@@ -26,7 +26,8 @@ from examination import begin, built, said, specs_of
 from oracle.digests import digests
 from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
-from sglang_reshard.engine.loader_names import LoaderNames, Reading, find_names, reading
+from sglang_reshard.engine.names.search import Reading, find_names, reading
+from sglang_reshard.engine.target_planning import LoaderNames
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.trace.names_read import names_read
 from sglang_reshard.trace.stock_load import EngineStart

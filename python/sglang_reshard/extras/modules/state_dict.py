@@ -17,7 +17,7 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.wire.overlap import Written, written_once
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.sources.versions import VersionCounters
-from sglang_reshard.trace.kept import MayStay
+from sglang_reshard.trace.may_stay import MayStay
 
 logger = get_logger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sglang_reshard.engine.context import UpdateContext
-from sglang_reshard.engine.loader_names import LoaderNames, Reading, find_names, reading
+from sglang_reshard.engine.names.search import LoaderNames, Reading, find_names, reading
 from sglang_reshard.engine.targets import Target
 from sglang_reshard.layout.source_layout import SourceLayout
 

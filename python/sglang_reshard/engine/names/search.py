@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from sglang_reshard.engine.name_candidates import is_adapter, unwrapped
-from sglang_reshard.engine.parts import Part, Tried, parts_of, placed, rename_of
+from sglang_reshard.engine.names.candidates import is_adapter, unwrapped
+from sglang_reshard.engine.names.parts import Part, Tried, parts_of, placed, rename_of
+from sglang_reshard.engine.target_planning import LoaderNames
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.names import held_back, matches_any
 from sglang_reshard.shown_names import some_names
@@ -37,38 +37,6 @@ class Reading(msgspec.Struct, frozen=True):
 Probe = Callable[[Sequence[str]], Sequence[Reading]]
 
 
-@dataclass(frozen=True, slots=True)
-class LoaderNames:
-    """The names of one source layout's tensors, in its order.
-
-    layout  content hash of the layout; empty as long as no other names were looked for
-    given   as the trainer has them
-    names   as the loader reads them; empty if those are the names that were given
-    hint    what to do about names that the loader does not read, for error messages
-    digest  of `names`; empty if there are none
-    """
-
-    layout: str = ""
-    given: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    hint: str = ""
-    digest: str = ""
-
-    def trainer_names(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Returns the trainer's names of the tensors that the loader reads as `names`."""
-        given = dict(zip(self.names, self.given, strict=True)) if self.names else {}
-        return tuple(given.get(name, name) for name in names)
-
-    @property
-    def remark(self) -> str:
-        """Says which names were changed, for the trainer's report; empty if none was."""
-        pairs = zip(self.given, self.names, strict=False)
-        changed = [(old, new) for old, new in pairs if new not in (old, held_back(old))]
-        if not changed:
-            return ""
-        return some_names([f"{old} is read as {new}" for old, new in changed], _SHOWN_NAMES)
-
-
 def find_names(layout: str, given: Sequence[str], ignore: Sequence[str], probe: Probe) -> LoaderNames:
     """Returns the names under which the engine reads most of the given tensors. Every engine rank finds the same.
 
@@ -87,8 +55,14 @@ def find_names(layout: str, given: Sequence[str], ignore: Sequence[str], probe: 
     names = search.kept_from_loader(best.names)
     if names == tuple(given):
         return LoaderNames(layout, hint=hint)
-    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
-    return LoaderNames(layout, tuple(given), names, hint, digest)
+    digest = hashlib.sha256(msgspec.msgpack.encode(names)).hexdigest()
+    return LoaderNames(layout, tuple(given), names, hint, digest, _remark(given, names))
+
+
+def _remark(given: Sequence[str], names: Sequence[str]) -> str:
+    pairs = zip(given, names, strict=True)
+    changed = [f"{old} is read as {new}" for old, new in pairs if new not in (old, held_back(old))]
+    return some_names(changed, _SHOWN_NAMES) if changed else ""
 
 
 def reading(found: NamesRead, names: Sequence[str]) -> Reading:

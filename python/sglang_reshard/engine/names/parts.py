@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sglang_reshard.engine.name_candidates import DRAFT, unwrapped
+from sglang_reshard.engine.names.candidates import DRAFT, unwrapped
 
 _BODY = "model."
 # Of the same part; the first ones of the language model.

@@ -1,0 +1,130 @@
+"""The loader of a model of which updates convert weights: they are quantized in blocks, or repacked by module."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.trace.block_formats import blocks_of
+from sglang_reshard.trace.block_fp8 import quantize_on_arrival
+from sglang_reshard.trace.block_specs import (
+    as_quantized,
+    in_fp8,
+    sources_of_fp8,
+    wider,
+    with_whole_scale,
+    without_scales,
+)
+from sglang_reshard.trace.built_modules import modules_as_built
+from sglang_reshard.trace.lazy_storage import checkpoint_tensors
+from sglang_reshard.trace.loader import Loaded, Loader, run_loader
+from sglang_reshard.trace.memory import Record
+from sglang_reshard.trace.nvfp4 import WHOLE, nvfp4_layers, refusal
+from sglang_reshard.trace.passes import Pass
+from sglang_reshard.trace.program import Program
+from sglang_reshard.trace.recorder import Recorder
+from sglang_reshard.trace.repack import check_deferred, repack_on_arrival, repacked_modules, split_records
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConvertedLoad(Loaded):
+    """What a loader has done, see `Loaded`.
+
+    quantized  names of the tensors that it was given quantized, although the trainer has them in more bits
+    constants  by path of a repacked module: fills of its parameters
+    """
+
+    quantized: set[str] = field(default_factory=set)
+    constants: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+
+class ConvertingLoader(Loader):
+    """Repacked modules are as they were built while it runs. It gets the quantized forms of tensors sent in more bits.
+
+    repacked  but for those that stay as they are, which `leave` takes out
+    """
+
+    def __init__(self, model: torch.nn.Module, weightless: bool = False) -> None:
+        super().__init__(model, weightless)
+        self._blocks = blocks_of(model)
+        self.repacked = repacked_modules(model)
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        with modules_as_built([(m.module, m.built) for m in self.repacked]) as self.as_built:
+            yield
+
+    def leave(self, staying: Collection[Any]) -> None:
+        self.repacked = [module for module in self.repacked if module not in staying]
+
+    def run(self, specs: Sequence[TensorSpec], last: list[str] | None = None) -> ConvertedLoad:
+        recorder, records, passes, quantized = self._loaded(specs, last)
+        split = split_records(self.repacked, recorder.storages, records)
+        return ConvertedLoad(
+            recorder, split.writes, split.all_written, passes, split.overwritten, quantized, split.constants
+        )
+
+    def instead(self, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        if self._blocks is None:
+            return ()
+        if self._blocks.whole:
+            return as_quantized(specs, with_whole_scale(specs, self._blocks), self._blocks)
+        candidates = wider(specs, self._blocks)
+        return [in_fp8(spec) if spec.name in candidates else spec for spec in specs]
+
+    def converted(self, program: Program, loaded: Loaded, specs: Sequence[TensorSpec]) -> Program:
+        assert isinstance(loaded, ConvertedLoad)
+        check_deferred(self.repacked, loaded.passes)
+        if self.repacked:
+            program = repack_on_arrival(program, self.repacked, loaded.constants)
+        if self._blocks is not None and loaded.quantized:
+            by_name = {spec.name: spec for spec in specs}
+            program = quantize_on_arrival(program, by_name, loaded.quantized, self._blocks)
+        return program
+
+    def _loaded(
+        self, specs: Sequence[TensorSpec], last: list[str] | None
+    ) -> tuple[Recorder, list[Record], Sequence[Pass], set[str]]:
+        """Also returns the names of tensors that the loader got quantized although `specs` have more bits."""
+        blocks = self._blocks
+        if blocks is None:
+            return *self.recorded(specs, last), set()
+        if blocks.whole:
+            names = with_whole_scale(specs, blocks)
+            return *self.recorded(as_quantized(specs, names, blocks), last), names
+        candidates, refused = wider(specs, blocks), None
+        try:
+            found = self.recorded(specs, last)
+            names = sources_of_fp8(found[1]) & candidates
+            if not names:
+                return *found, names
+        except ReshardError as error:
+            refused = error  # of a loader that checks dtypes itself, perhaps
+        if refused is not None:
+            try:
+                names = sources_of_fp8(self.recorded(self.instead(specs), last)[1]) & candidates
+            except ReshardError:
+                raise refused from None
+            if not names:
+                raise refused
+        return *self.recorded(as_quantized(specs, names, blocks), last), names
+
+
+def refusal_of_nvfp4(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> str:
+    """Returns why a trace of an NVFP4 engine has failed; empty unless it is for a weight in 16 or 32 bits."""
+    if not (layers := nvfp4_layers(model)):
+        return ""
+    loader = ConvertingLoader(model)
+    with loader.prepared():
+        recorder = loader.recorder()
+        with suppress(ReshardError):
+            run_loader(model, specs, recorder)
+    taken = {tensor.spec.name for record in recorder.records for tensor in checkpoint_tensors(record.content)}
+    wide = without_scales(specs, ("_scale", WHOLE))
+    return refusal(layers, [spec for spec in wide if spec.name not in taken])

@@ -1,0 +1,228 @@
+"""Runs a model's own `load_weights` over lazy tensors, and returns what it would have written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
+from sglang_reshard.layout.names import is_held_back
+from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.trace.lazy_storage import LiveStorage
+from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveWriteMode
+from sglang_reshard.trace.lowering import drop_overwritten_fills
+from sglang_reshard.trace.memory import Record
+from sglang_reshard.trace.passes import Pass, may_convert, passes_of
+from sglang_reshard.trace.program import Program
+from sglang_reshard.trace.recorder import Recorder
+from sglang_reshard.trace.snapshot import ABSENT, AttributeSnapshot, Change
+
+# What torch says of a tensor without memory, or of a subclass.
+_NEEDS_MEMORY = (
+    "data pointer", "on meta tensors", "doesn't have storage", "incompatible tensor type", "tensor subclasses"
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """What a loader has done with some checkpoint tensors.
+
+    writes       its writes to live memory, and to the memory of modules that are converted
+    all_written  `writes`, and the constants that it fills into converted modules
+    overwritten  copies that later ones replace: their tensors are read, and nothing of them is kept
+    passes       of the run
+    """
+
+    recorder: Recorder
+    writes: Sequence[Record]
+    all_written: Sequence[Record]
+    passes: Sequence[Pass]
+    overwritten: Sequence[Record] = ()
+
+    @property
+    def storages(self) -> dict[int, LiveStorage]:
+        return self.recorder.storages
+
+
+class Loader:
+    """The loader of a model whose parameters are as it knows them. `converting.ConvertingLoader` has others.
+
+    as_built  keys of the storages, without memory, that stand for parameters of converted modules
+    repacked  the converted modules
+    """
+
+    as_built: Collection[int] = ()
+    repacked: Sequence[Any] = ()
+
+    def __init__(self, model: torch.nn.Module, weightless: bool = False) -> None:
+        """`weightless`: see `live_storages`."""
+        self.model, self._weightless = model, weightless
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """The model's modules are as the loader knows them within it."""
+        yield
+
+    def run(self, specs: Sequence[TensorSpec], last: list[str] | None = None) -> Loaded:
+        """Runs it over checkpoint tensors. `last` gets the name of the last one that it received.
+
+        Raises Mismatch and Unsupported as `tracer.trace` does.
+        """
+        recorder, records, passes = self.recorded(specs, last)
+        return Loaded(recorder, records, records, passes)
+
+    def recorder(self) -> Recorder:
+        """Returns a recorder of one run."""
+        return Recorder(self.model, self.as_built, weightless=self._weightless)
+
+    def recorded(
+        self, specs: Sequence[TensorSpec], last: list[str] | None
+    ) -> tuple[Recorder, list[Record], Sequence[Pass]]:
+        """Runs the loader once, over just these tensors. Returns what it has written, and the passes of the run."""
+        recorder = self.recorder()
+        try:
+            passes = run_loader(self.model, specs, recorder)
+        finally:
+            if last is not None:
+                last[:] = [recorder.received]
+        return recorder, drop_overwritten_fills(recorder.records), passes
+
+    def instead(self, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        """Returns what the loader may take in place of `specs`, if it refuses these; nothing if there is no such."""
+        return ()
+
+    def leave(self, staying: Collection[Any]) -> None:
+        """Takes converted modules out that stay as they are."""
+
+    def converted(self, program: Program, loaded: Loaded, specs: Sequence[TensorSpec]) -> Program:
+        """Returns a program that converts what `loaded` has written, where it arrives."""
+        return program
+
+
+def loader_of(model: torch.nn.Module, weightless: bool = False) -> Loader:
+    """Returns the loader of a model, with the conversions that its modules need."""
+    if any(map(may_convert, model.modules())):
+        from sglang_reshard.trace.converting_loader import ConvertingLoader
+
+        return ConvertingLoader(model, weightless)
+    return Loader(model, weightless)
+
+
+def check_names(specs: Sequence[TensorSpec]) -> None:
+    """Raises Mismatch if two tensors have one name."""
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise Mismatch(f"The checkpoint tensor {spec.name} is sent twice. Send each name once.")
+        seen.add(spec.name)
+
+
+def run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: Recorder) -> Sequence[Pass]:
+    """Records what the loader writes. Returns the passes of the run.
+
+    Restores the model's attributes. Raises Mismatch and Unsupported as `trace`; the recorder has then what was written
+    before.
+    """
+    given = (spec for spec in specs if not is_held_back(spec.name))
+    tensors = [(spec.name, recorder.checkpoint_tensor(spec)) for spec in given]
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            recorder.received = name
+            yield name, tensor
+
+    snapshot, passes = AttributeSnapshot(model), passes_of(model)
+    changes: list[Change] = []
+    try:
+        # The snapshot is restored last, after the hooks on the model are gone.
+        with ExitStack() as stack:
+            stack.callback(lambda: changes.extend(snapshot.restore()))
+            for one in passes:
+                stack.enter_context(one.running())
+            stack.enter_context(_inline_thread_pools())
+            stack.enter_context(LiveWriteMode(recorder))
+            model.load_weights(weights())  # type: ignore[operator]
+        if recorder.failure is not None:
+            raise recorder.failure
+    except ReshardError as error:
+        raise type(error)(f"{error} (Last tensor that the loader received: {recorder.received}.)") from error
+    except Exception as error:
+        raise _explained(error, recorder.received, model) from error
+    for change in changes:
+        _write_rebound(recorder, change)
+    return passes
+
+
+def _explained(error: Exception, tensor: str, model: torch.nn.Module) -> ReshardError:
+    what = f"{type(error).__name__}: {error}"
+    if isinstance(error, NotImplementedError) or any(words in str(error) for words in _NEEDS_MEMORY):
+        return Unsupported(
+            f"The model's loader does something that cannot be traced, at {tensor}: {what}. Update this model with "
+            "SGLang's own update_weights_from_tensor."
+        )
+    if isinstance(error, AttributeError) and "weight_loader" in str(error):
+        return Unsupported(
+            f"The engine has replaced the parameter that {tensor} is loaded into since its start: the parameter was "
+            f"quantized or repacked, and SGLang's loader can no longer load it ({error}). Start the engine on weights "
+            "in the trainer's format, without quantization="
+        )
+    advice = "Compare names, shapes and dtypes with those of the model's Hugging Face checkpoint."
+    if method := _quantization_method(model):
+        advice += (
+            f" If they are the same, the engine has transposed or packed what it loaded ({method} does so): start it "
+            "on weights in the trainer's format, without quantization="
+        )
+    return Mismatch(f"The model's loader rejected the tensors at {tensor}: {what}. {advice}")
+
+
+def _quantization_method(model: torch.nn.Module) -> str:
+    """Returns the class of the first quantization method of a linear layer in `model`; empty if there is none."""
+    methods = (type(getattr(module, "quant_method", None)).__name__ for module in model.modules())
+    return next((name for name in methods if name.endswith("LinearMethod") and "Unquantized" not in name), "")
+
+
+def _write_rebound(recorder: Recorder, change: Change) -> None:
+    """Records a write to the old tensor of an attribute that the loader has bound to a new one."""
+    before, after = change.before, change.after
+    if (
+        not isinstance(before, torch.Tensor)
+        or isinstance(before, LazyTensor)
+        or before.shape != after.shape
+        or before.dtype != after.dtype
+    ):
+        had = "nothing" if before is ABSENT else repr(before)
+        if isinstance(before, torch.Tensor):
+            had = f"a {tuple(before.shape)} {before.dtype} tensor"
+        raise Unsupported(
+            f"The loader binds {change.path} to a new tensor, {tuple(after.shape)} {after.dtype}, where there was "
+            f"{had}. No memory of that shape exists to be updated in place; load a checkpoint from disk once first."
+        )
+    recorder.write(before.data, after)
+
+
+@contextmanager
+def _inline_thread_pools() -> Iterator[None]:
+    """Runs what this thread submits to a ThreadPoolExecutor in this thread: a dispatch mode is thread-local."""
+    thread, submit = threading.get_ident(), ThreadPoolExecutor.submit
+
+    def inline(self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if threading.get_ident() != thread:
+            return submit(self, fn, *args, **kwargs)
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+    ThreadPoolExecutor.submit = inline  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
