@@ -1,4 +1,4 @@
-"""What a reader makes of a trainer's tensor."""
+"""A trainer rank's shard of one checkpoint tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader of a model of which updates convert weights: they are quantized in blocks, or repacked by module."""
+"""The loader of a model whose weights updates convert: they are quantized in blocks, or repacked by module."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from sglang_reshard.trace.repack import check_deferred, repack_on_arrival, repac
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConvertedLoad(Loaded):
-    """What a loader has done, see `Loaded`.
+    """One run of a loader, see `Loaded`.
 
     quantized  names of the tensors that it was given quantized, although the trainer has them in more bits
     constants  by path of a repacked module: fills of its parameters

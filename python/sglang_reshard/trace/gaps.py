@@ -37,10 +37,10 @@ _NEEDED = -1  # for a cell that may neither stay nor be left alone
 
 
 class Gaps(NamedTuple):
-    """What an update leaves as it is.
+    """Parameters that an update leaves as they are.
 
-    left  parameters that a start on the engine's checkpoint does not write either
-    kept  names in the engine's own model of what may stay, and of parts, see `kept.part_of`
+    left       names of those that a start on the engine's checkpoint does not write either
+    kept       names in the engine's own model of those that may stay, and of parts, see `kept.part_of`
     restoring  the step that gives parameters of `left` their initial values once
     """
 
@@ -59,10 +59,10 @@ def find_gaps(
 ) -> Gaps:
     """Returns what the loader does not write. Must be called while modules are as the loader knows them.
 
-    every  its writes, without repeated ones
+    every                   its writes, without repeated ones
     specs, start, may_stay  see `tracer.trace`
 
-    Raises Unsupported for what may not stay as it is.
+    Raises Unsupported, naming a parameter that may not stay as it is.
     """
     model, storages = loader.model, loaded.storages
 

@@ -7,7 +7,7 @@ parameters, and reads of values that the loader has just written.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,8 +15,17 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.torch_private import TorchDispatchMode
 from sglang_reshard.trace.lazy_storage import LazyStorage
 
-if TYPE_CHECKING:
-    from sglang_reshard.trace.recorder import Recorder
+
+class Interpreter(Protocol):
+    """Interprets the operators of one trace, see `recorder`."""
+
+    device: torch.device
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def record_or_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def item(self, tensor: LazyTensor) -> float: ...
 
 
 class LazyTensor(torch.Tensor):
@@ -24,10 +33,10 @@ class LazyTensor(torch.Tensor):
 
     meta: torch.Tensor
     lazy_storage: LazyStorage
-    recorder: Recorder
+    recorder: Interpreter
 
     @staticmethod
-    def __new__(cls, meta: torch.Tensor, storage: LazyStorage, recorder: Recorder) -> LazyTensor:
+    def __new__(cls, meta: torch.Tensor, storage: LazyStorage, recorder: Interpreter) -> LazyTensor:
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.size(),
@@ -72,7 +81,7 @@ class LazyTensor(torch.Tensor):
 class LiveWriteMode(TorchDispatchMode):
     """Passes every operator that this thread calls to the recorder."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Interpreter) -> None:
         super().__init__()
         self.recorder = recorder
 

@@ -31,7 +31,7 @@ _NEEDS_MEMORY = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """What a loader has done with some checkpoint tensors.
+    """One run of a loader over some checkpoint tensors.
 
     writes       its writes to live memory, and to the memory of modules that are converted
     all_written  `writes`, and the constants that it fills into converted modules

@@ -2,7 +2,7 @@
 
     folded     flags that say that parameters were changed in place once they were loaded
     post_load  calls of `post_load_weights`, which compute with loaded weights
-    kv_scales  scales of the KV cache, of which attention reads copies
+    kv_scales  scales of the KV cache: attention reads copies of them
 
 A module of this package has the class of its pass, `Run`.
 """
@@ -33,11 +33,11 @@ class Pass:
         yield
 
     def first(self) -> Sequence[Step]:
-        """Returns steps that come before all others: what the loader computes follows."""
+        """Returns steps that come before the loader's own."""
         return ()
 
     def last(self, written: Collection[str]) -> Sequence[Step]:
-        """Returns steps that come after what the loader computes. `written`: names of the storages that are written."""
+        """Returns steps that come after the loader's own. `written`: names of the storages that are written."""
         return ()
 
 
