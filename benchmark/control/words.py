@@ -11,7 +11,7 @@ from sglang_reshard.control import ControlClient
 from sglang_reshard.digest.regions import num_groups
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.source import PartialChecksums
-from sglang_reshard.engine.context import Vote
+from sglang_reshard.engine.context import PrepareVote, WrittenVote
 from sglang_reshard.landings.checked.messages import LANDING, ChecksAsk, ChecksumPart, Checksums, summed
 from sglang_reshard.observability.report import RankReport, UpdateReport
 from sglang_reshard.protocol.messages import (
@@ -114,12 +114,12 @@ def engine_rank(update: int, engine: int, rank: int, ranks: int, verify: bool) -
     recorder = _Recorder([[encode(Outcome(Checksums(bytes(8 * num_groups(_TENSORS)), _DIGEST[:16])))]])
     with EngineChannel(recorder, update, engine, f"engine rank {rank} (host worker-91, process 4242)") as channel:
         channel.on_abort(lambda _: None)
-        channel.all_gather("prepare", rank, ranks, Vote(reusable=True), TIMEOUT_S, WRITING)
+        channel.all_gather("prepare", rank, ranks, PrepareVote(reusable=True), TIMEOUT_S, WRITING)
         if verify:
             if rank == 0:
                 channel.ask(_request(ranks))
             channel.answer(_request(ranks), Checksums, rank, TIMEOUT_S)
-        vote = Vote(report=_rank_report(rank))
+        vote = WrittenVote(report=_rank_report(rank))
         if rank == 0:
             channel.put_outcome(_output(vote))
         channel.all_gather("commit", rank, ranks, vote, TIMEOUT_S, WRITTEN)
@@ -142,7 +142,7 @@ def _rank_report(rank: int) -> RankReport:
     return RankReport(rank, 1 << 34, 1 << 34, 1 << 27, dict.fromkeys(_PHASES, 0.123456789), read_bytes=_READ)
 
 
-def _output(vote: Vote) -> DistributedUpdateWeightsOutput:
+def _output(vote: WrittenVote) -> DistributedUpdateWeightsOutput:
     assert vote.report is not None
     return DistributedUpdateWeightsOutput(
         success=True,

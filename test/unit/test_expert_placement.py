@@ -40,7 +40,7 @@ def serve_after_a_move(rank: int, size: int, requests: Any, _staged: bool) -> li
     traces = []
     for version, request in enumerate(requests, start=1):
         output = receiver.update(request)
-        traces.append(receiver._executor._planned)
+        traces.append(receiver._executor._planner._planned)
         if version == MOVED_AFTER:
             placed[0] = b"1032"
         requests.answer(output)

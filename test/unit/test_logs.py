@@ -50,7 +50,7 @@ def train(trainer: Any) -> tuple[str, list[dict[str, Any]]]:
     return sender._session.address.session, kept.told()
 
 
-def broken(course: Any) -> None:
+def broken(*_: Any) -> None:
     raise RuntimeError("a bug")
 
 
@@ -59,7 +59,7 @@ def serve(rank: int, size: int, requests: Any) -> list[dict[str, Any]]:
     receiver = WeightReceiver(TracedModel(ToyRank(rank, size, torch.float32)), rank, size, torch.device("cpu"))
     for request in requests:
         if request.weight_version == "bad":
-            receiver._executor._prepare_target = broken
+            receiver._executor._planner._plan = broken
         requests.answer(receiver.update(request))
     return kept.told()
 

@@ -21,6 +21,7 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import EngineChannel
 
 T = TypeVar("T")
+V = TypeVar("V", bound="Vote")
 logger = get_logger(__name__)
 
 
@@ -53,30 +54,48 @@ class PhaseFailed(Exception):
 
 
 class Vote(msgspec.Struct, frozen=True):
-    """Reports to the other engine ranks how a phase ended on this one.
-
-    error              why it failed; empty if it succeeded
-    reusable           prepare: the transfer of an earlier update can be used again
-    accepts            prepare: this rank can take the offers of the trainer ranks
-    names_open         prepare: it failed while the loader was traced, which tensors under other names may mend
-    names              prepare: digest of the names that its loader was given, and whether others were looked for
-    plan               plan: digest of the strategy, which must be the same on all ranks
-    landing            plan: see `Landing.tells`
-    kept               plan: names of the parameters that this rank leaves as they are
-    report             commit: see `RankReport`
-    digest             commit: of all weights, by engine rank 0
-    detour             commit: see `Traffic`
-    remark             commit: for the trainer's report
-    """
+    """Reports to the other engine ranks how a phase ended on this one. `error`: why it failed; empty otherwise."""
 
     error: str = ""
+
+
+class PrepareVote(Vote, frozen=True):
+    """Ends `prepare`.
+
+    reusable    the transfer of an earlier update can be used again
+    accepts     this rank can take the offers of the trainer ranks
+    names_open  it failed while the loader was traced, which tensors under other names may mend
+    names       digest of the names that its loader was given, and whether others were looked for
+    """
+
     reusable: bool = False
     accepts: bool = False
     names_open: bool = False
     names: str = ""
+
+
+class PlanVote(Vote, frozen=True):
+    """Ends `plan`.
+
+    plan     digest of the strategy, which must be the same on all ranks
+    landing  see `Landing.tells`
+    kept     names of the parameters that this rank leaves as they are
+    """
+
     plan: str = ""
     landing: str = ""
     kept: tuple[str, ...] = ()
+
+
+class WrittenVote(Vote, frozen=True):
+    """Ends `commit`.
+
+    report  see `RankReport`
+    digest  of all weights, by engine rank 0
+    detour  see `Traffic`
+    remark  for the trainer's report
+    """
+
     report: RankReport | None = None
     digest: str = ""
     detour: str = ""
@@ -122,11 +141,11 @@ class UpdateContext:
         """Returns every engine rank's message; raises as `EngineChannel.all_gather` does, where `mark` is explained."""
         return self.channel.all_gather(name, self.rank, self.size, message, self.request.timeout_s, mark)
 
-    def all_gather_votes(self, phase: Phase, vote: Vote, mark: str = "") -> list[Vote]:
+    def all_gather_votes(self, phase: Phase, vote: V, mark: str = "") -> list[V]:
         """Returns all ranks' votes. Raises PhaseFailed on all of them, with the first error, if any rank failed."""
         return self.check_votes(phase, self.all_gather(phase.value, vote, mark))
 
-    def check_votes(self, phase: Phase, votes: list[Vote]) -> list[Vote]:
+    def check_votes(self, phase: Phase, votes: list[V]) -> list[V]:
         """Returns the votes. Raises PhaseFailed with the first error, if any rank failed."""
         failed = [rank for rank, v in enumerate(votes) if v.error]
         if failed:

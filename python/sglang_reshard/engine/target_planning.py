@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sglang_reshard.engine.context import UpdateContext
 from sglang_reshard.engine.targets import Target
 from sglang_reshard.engine.trainer_memory import TrainerMemory
 from sglang_reshard.engine.unread import left_alone_remark
@@ -89,19 +90,17 @@ class TargetPlan:
 
 
 def plan_target(
+    context: UpdateContext,
     target: Target,
     signature: int,
-    request: DistributedUpdateWeightsReq,
-    session: Session,
-    rank: int,
-    size: int,
     device: torch.device,
     memory: TrainerMemory,
     drop_views: Callable[[], None],
+    *,
     known: TargetPlan | None,
     names: LoaderNames,
 ) -> TargetPlan:
-    """Plans what is written and read on engine rank `rank` of `size` on `device`.
+    """Plans the writes and reads of one engine rank, on `device`.
 
     signature  of the target, now
     memory     tries whether the trainer ranks' memory can be mapped
@@ -110,6 +109,7 @@ def plan_target(
                is returned if nothing has changed
     names      of the layout's tensors, as the loader reads them
     """
+    request, session, rank, size = context.request, context.session, context.rank, context.size
     if known is not None and known.is_traced(request, signature, names):
         tensor_index, program = known.tensor_index, known.program
     else:
@@ -121,7 +121,7 @@ def plan_target(
         if program.left_alone:
             logger.info("engine rank %d: %s", rank, left_alone_remark(program))
         tensor_index, known = TensorIndex.of(layout), None
-    drop_views()  # they would keep memory mapped that is mapped anew
+    drop_views()  # they would keep memory mapped that is mapped again
     host, gpu = host_identity(), rank_device(device)
     location = RankLocation(rank, size, host, request.trainer_hosts, gpu, request.trainer_devices)
     read_plan = None

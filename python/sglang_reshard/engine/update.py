@@ -20,19 +20,27 @@ An update for which nothing has changed goes from `prepare` straight to `move`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
 import torch
 
-from sglang_reshard.engine.context import LastWrite, Phase, UpdateContext, Vote, describe_error
+from sglang_reshard.engine.context import (
+    LastWrite,
+    Phase,
+    PlanVote,
+    PrepareVote,
+    UpdateContext,
+    V,
+    Vote,
+    WrittenVote,
+    describe_error,
+)
 from sglang_reshard.engine.prepared import Prepared, Transfers
-from sglang_reshard.engine.target_planning import LoaderNames, TargetPlan, get_layout, plan_target
+from sglang_reshard.engine.target_planner import TargetPlanner, names_are_open
+from sglang_reshard.engine.target_planning import TargetPlan
 from sglang_reshard.engine.targets import Target
-from sglang_reshard.engine.unread import not_ignored
-from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, Unsupported
+from sglang_reshard.errors import ConnectionLost, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.observability.logs import get_logger
@@ -44,10 +52,8 @@ from sglang_reshard.protocol.messages import (
 )
 from sglang_reshard.protocol.update_channel import WRITING, WRITTEN
 from sglang_reshard.trace.program import Program
-from sglang_reshard.version import check_same_protocol
 
 logger = get_logger(__name__)
-_GIVEN = LoaderNames()
 
 
 class UpdateExecutor:
@@ -61,12 +67,10 @@ class UpdateExecutor:
         self._target, self._rank, self._size, self._device = target, rank, size, device
         # Signature and layout of the target whose remark is in an earlier report; a reference would keep its memory.
         self._remarked: tuple[int, str] | None = None
-        self._placed = b""  # when the update under way was prepared
-        self._planned: TargetPlan | None = None
         self._live: TargetPlan | None = None  # by which the live weights, and scratch memory, were written
         self.transfers = Transfers(rank, device, target.live)
+        self._planner = TargetPlanner(target, device, self.transfers)
         self._written = LastWrite()
-        self._names = LoaderNames()
         self.torn = ""  # why the weights are partly written; empty if they are sound
 
     def prepare(self, context: UpdateContext, refusal: str) -> None:
@@ -75,14 +79,14 @@ class UpdateExecutor:
             self._prepare(context, refusal)
 
     def _prepare(self, context: UpdateContext, refusal: str) -> None:
-        vote = Vote(error=refusal) if refusal else self._target_vote(context)
+        planner, state = self._planner, (self._written, bool(self.torn))
+        vote = PrepareVote(error=refusal) if refusal else planner.vote(context, *state)
         # Where something is offered, the votes tell whether it is taken, and so which vote is the last one.
         last = vote.reusable and not context.request.staged and not context.request.offers
-        with self._begins_to_write(context, last) as mark:
-            votes = context.all_gather(Phase.PREPARE.value, vote, mark)
+        votes = self._vote_before_writing(context, Phase.PREPARE, vote, may_write=last)
         reusable = all([v.reusable for v in votes])
-        if not reusable and _names_are_open(votes):
-            votes = self._find_names(context)
+        if not reusable and names_are_open(votes):
+            votes = planner.find_names(context, *state)
         context.check_votes(Phase.PREPARE, votes)
         context.reused = reusable
         if reusable:
@@ -110,10 +114,9 @@ class UpdateExecutor:
 
     def prepare_commit(self, context: UpdateContext, refusal: str) -> None:
         """Takes the last vote before the live weights are written, where `prepare` has not: time may have passed."""
-        if not refusal and self._target.placement() != self._placed:
+        if not refusal and self._target.placement() != self._planner.placed:
             refusal = "experts were rebalanced after the update was staged; repeat the update"
-        with self._begins_to_write(context, not refusal) as mark:
-            context.all_gather_votes(Phase.READY, Vote(refusal), mark)
+        self._check_before_writing(context, Phase.READY, refusal)
 
     def write(self, context: UpdateContext) -> DistributedUpdateWeightsOutput:
         """Writes the live weights: everything that a failure leaves torn. An offer is checked before it begins."""
@@ -185,7 +188,7 @@ class UpdateExecutor:
         self.transfers.unmap()
         runtime().trim(self._device)
 
-    def _outcome(self, context: UpdateContext, error: str) -> tuple[DistributedUpdateWeightsOutput, Vote]:
+    def _outcome(self, context: UpdateContext, error: str) -> tuple[DistributedUpdateWeightsOutput, WrittenVote]:
         """Returns what all ranks report alike, and this rank's vote."""
         transfer, target = self.transfer, self.transfer.target
         # Buffers of an earlier update count too, and so do those that found room in freed memory.
@@ -199,7 +202,7 @@ class UpdateExecutor:
             staged_bytes=transfer.landing.staged_bytes,
             foreign_bytes=context.memory.foreign_bytes(),
         )
-        vote = Vote(
+        vote = WrittenVote(
             error,
             report=report,
             digest=traffic.digest or context.digest,
@@ -219,97 +222,15 @@ class UpdateExecutor:
         )
         return output, vote
 
-    def _target_vote(self, context: UpdateContext) -> Vote:
-        """Prepares the target. Returns this rank's vote, whether that has succeeded or not."""
-        found = self._names_of(context.request)
-        searched = found is self._names
-        names = f"{searched}{found.digest}"
-        try:
-            return msgspec.structs.replace(self._prepare_target(context), names=names)
-        except Exception as error:
-            in_trace = context.phase is Phase.TRACE and isinstance(error, ReshardError)
-            return Vote(error=self._described(context, error), names_open=in_trace and not searched, names=names)
-
-    def _find_names(self, context: UpdateContext) -> list[Vote]:
-        """Finds other names for tensors that the loader does not read, and prepares the target for them. Collective.
-
-        Returns the votes of all engine ranks, if none of them has a transfer to reuse.
-        """
-        from sglang_reshard.engine.names.probe import search_names
-
-        try:
-            with context.enter(Phase.TRACE):
-                self._names = search_names(context, self._target, get_layout(context.request, context.session))
-            vote = msgspec.structs.replace(self._target_vote(context), reusable=False, accepts=False)
-        except Mismatch as error:  # the same on all ranks
-            vote = Vote(error=str(error))
-        return context.all_gather("prepare/names", vote)
-
-    def _names_of(self, request: DistributedUpdateWeightsReq) -> LoaderNames:
-        """Returns what was found for this layout; the names that are given, as long as nothing was looked for."""
-        return self._names if self._names.layout == request.layout else _GIVEN
-
-    def _described(self, context: UpdateContext, error: Exception) -> str:
-        hint = self._names_of(context.request).hint
-        told = describe_error(error)
-        return f"{told.removesuffix('.')}. {hint}" if hint else told
-
-    def _prepare_target(self, context: UpdateContext) -> Vote:
-        """Traces and plans this rank's reads, unless that was done for the same layout and live parameters."""
-        request = context.request
-        transfer = self.transfers.last
-        if transfer is None or not transfer.is_checked(request):
-            check_same_protocol(request.protocol, request.package_version, theirs="the trainer", ours="the engine")
-        signature, self._placed = self._target.signature(), self._target.placement()
-        names = self._names_of(request)
-        target, tried_handles = self._planned, self.transfers.trainer_memory.tried_handles
-        if target is None or not target.is_current(request, signature, names) or tried_handles != request.handles:
-            with context.enter(Phase.TRACE):
-                self._planned = target = plan_target(
-                    self._target,
-                    signature,
-                    request,
-                    context.session,
-                    self._rank,
-                    self._size,
-                    self._device,
-                    self.transfers.trainer_memory,
-                    self.transfers.drop_last,
-                    known=target,
-                    names=names,
-                )
-        if target.program.kept:
-            from sglang_reshard.engine.sound_weights import check_kept
-
-            check_kept(target.program.kept, request, self._written, torn=bool(self.torn))
-        transfer = self.transfers.last
-        reusable = transfer is not None and transfer.is_current(request, target)
-        accepts = False
-        if reusable and request.offers:
-            assert transfer is not None
-            with context.enter(Phase.COMPARE):
-                accepts = transfer.end.accepts(request)
-        return Vote(reusable=reusable, accepts=accepts)
-
     def _plan(self, context: UpdateContext) -> Prepared:
-        target = self._planned
-        assert target is not None
-        plan, vote = None, Vote()
-        with context.enter(Phase.PLAN):
-            demands = context.all_gather("demands", target.demand)
-        searched = self._names_of(context.request) is self._names
-        unread = target.unread(demands)
-        if unread and not searched and not_ignored(unread, context.request.ignore):
-            context.check_votes(Phase.PREPARE, self._find_names(context))
-            target = self._planned
-            assert target is not None
-            demands = context.all_gather("demands/names", target.demand)
+        target, demands = self._planner.demands(context, self._written, torn=bool(self.torn))
+        plan, vote = None, PlanVote()
         with context.enter(Phase.PLAN):
             try:
                 plan = self.transfers.plan(context.request, demands, context.session, target)
-                vote = Vote(plan=plan.strategy.digest(), landing=plan.landing.tells(), kept=target.program.kept)
+                vote = PlanVote(plan=plan.strategy.digest(), landing=plan.landing.tells(), kept=target.program.kept)
             except Exception as error:
-                vote = Vote(error=self._described(context, error))
+                vote = PlanVote(error=self._planner.described(context, error))
             votes = context.all_gather_votes(Phase.PLAN, vote)
         if plan is None or len({v.plan for v in votes}) > 1:
             raise ReshardError("engine ranks made different plans. This is a bug; please report it")
@@ -335,8 +256,10 @@ class UpdateExecutor:
                 self.transfers.connect(context.session, channel.scope, context.all_gather)
             except Exception as failure:
                 error = context.abort_because(failure)
-            with self._begins_to_write(context, not error and not request.staged) as mark:
-                context.all_gather_votes(Phase.CONNECT, Vote(error), mark)
+            if request.staged:
+                context.all_gather_votes(Phase.CONNECT, Vote(error))
+            else:
+                self._check_before_writing(context, Phase.CONNECT, error)
 
     def _vote_on_taken(self, context: UpdateContext) -> None:
         """Fails on all ranks, without changing live weights, if one of them receives damaged data."""
@@ -345,8 +268,7 @@ class UpdateExecutor:
             self._check_taken(context)
         except Exception as failure:
             error = context.abort_because(failure)
-        with self._begins_to_write(context, not error) as mark:
-            context.all_gather_votes(Phase.CHECK, Vote(error), mark)
+        self._check_before_writing(context, Phase.CHECK, error)
 
     def _check_taken(self, context: UpdateContext) -> None:
         with context.enter(Phase.CHECK):
@@ -383,17 +305,20 @@ class UpdateExecutor:
         assert transfer is not None
         return transfer
 
-    @contextmanager
-    def _begins_to_write(self, context: UpdateContext, may_write: bool) -> Iterator[str]:
-        """Yields the mark for a vote after which all ranks write.
+    def _check_before_writing(self, context: UpdateContext, phase: Phase, error: str) -> None:
+        """Takes the vote after which all ranks write. Raises PhaseFailed on all of them, if any has an error."""
+        context.check_votes(phase, self._vote_before_writing(context, phase, Vote(error), may_write=not error))
+
+    def _vote_before_writing(self, context: UpdateContext, phase: Phase, vote: V, *, may_write: bool) -> list[V]:
+        """Returns the votes of all ranks, after which all write if all may.
 
         A rank that loses its connection in that vote asks whether the others write, and counts as torn if they do, or
         if nobody can tell.
 
-        may_write  whether they may by this rank's own vote: one that votes failure stops all
+        may_write  by this rank's own vote: one that votes failure stops all
         """
         try:
-            yield WRITING if may_write else ""
+            return context.all_gather(phase.value, vote, WRITING if may_write else "")
         except ConnectionLost:
             if may_write:
                 standing = context.channel.standing_without_connection()
@@ -401,7 +326,9 @@ class UpdateExecutor:
                     self.torn = _torn(context.request)
             raise
 
-    def _vote_written(self, context: UpdateContext, output: DistributedUpdateWeightsOutput, vote: Vote) -> list[Vote]:
+    def _vote_written(
+        self, context: UpdateContext, output: DistributedUpdateWeightsOutput, vote: WrittenVote
+    ) -> list[WrittenVote]:
         """Ends an update of the live weights. Returns the votes; only this rank's if it has lost its connection since.
 
         Raises what leaves the weights torn.
@@ -419,17 +346,11 @@ class UpdateExecutor:
             return [vote]
 
 
-def _names_are_open(votes: Sequence[Vote]) -> bool:
-    """Returns whether ranks that failed may succeed with other names, or ranks do not know of the same ones."""
-    failed = [vote for vote in votes if vote.error]
-    return all(vote.names_open for vote in failed) and (bool(failed) or len({vote.names for vote in votes}) > 1)
-
-
 def _torn(request: DistributedUpdateWeightsReq) -> str:
     return f"update {request.update} failed while weights were being written"
 
 
-def _with_votes(output: DistributedUpdateWeightsOutput, votes: list[Vote]) -> DistributedUpdateWeightsOutput:
+def _with_votes(output: DistributedUpdateWeightsOutput, votes: list[WrittenVote]) -> DistributedUpdateWeightsOutput:
     return msgspec.structs.replace(
         output,
         message="; ".join(dict.fromkeys(filter(None, (output.message, *(vote.remark for vote in votes))))),
