@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,19 @@ def test_no_packages_import_each_other():
 
     for package in list(below):
         visit(package, ())
+
+
+def test_no_files_import_each_other_not_even_for_types():
+    known = modules()
+    below: dict[str, set[str]] = {}
+    for module, path in known.items():
+        tree = ast.parse(path.read_text())
+        inner = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and id(node) not in inner:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                below.setdefault(module, set()).update(n if n in known else node.module or "" for n in names)
+    TopologicalSorter({module: targets - {module} for module, targets in below.items()}).prepare()  # raises CycleError
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_reshard.derived.loaded_state import LoadedState, loaded_state
+from sglang_reshard.derived.loaded_state import RESTART, LoadedState, loaded_state
 from sglang_reshard.derived.reachable import MISSING, Table, tables
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.shown_names import some_names
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from sglang_reshard.derived.search import Search
     from sglang_reshard.trace.folded import Flag
 
-RESTART = "Start the engine with disable_cuda_graph=True"
 _SHOWN = 3
 
 

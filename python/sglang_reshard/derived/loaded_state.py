@@ -16,6 +16,7 @@ from sglang_reshard.derived.reachable import MISSING, Table, registers, tables, 
 from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.live_signature import Writes
 
+RESTART = "Start the engine with disable_cuda_graph=True"  # where state cannot be computed again in place
 _LOADED = "_reshard_loaded"  # the attribute of a model that has its LoadedState
 _SCALARS = (type(None), bool, int, float, complex, str)
 _OTHER = object()  # a value that is not kept, as it is not restored

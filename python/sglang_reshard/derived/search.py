@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from sglang_reshard.derived.derived_state import RESTART
 from sglang_reshard.derived.in_place import Remake, rehearse
 from sglang_reshard.derived.laziness import (
     guards,
@@ -26,7 +25,7 @@ from sglang_reshard.derived.laziness import (
     is_set_by_loading,
     may_read,
 )
-from sglang_reshard.derived.loaded_state import Change, LoadedState
+from sglang_reshard.derived.loaded_state import RESTART, Change, LoadedState
 from sglang_reshard.derived.reachable import numbers_in, tensors_in
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.observability.logs import get_logger

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -105,35 +106,19 @@ class UpdateCoordinator:
         report: Callable[[DistributedUpdateWeightsOutput], UpdateReport],
     ) -> Future[Outcome[UpdateReport]]:
         """Sends a request in a thread, whose answer is given up soon after an abort of this engine's update."""
-        result: Future[Outcome[UpdateReport]] = Future()
-        scope, lora = channel.engine(engine), self._config.lora
+        lora = self._config.lora
         if_torn = _TORN if lora is None else _UNLOADED.format(lora.name)
-
-        settlement = Settlement(scope, self._config.timeout_s, if_torn)
-
-        def settle(outcome: Callable[[], DistributedUpdateWeightsOutput]) -> None:
-            try:
-                found = Outcome(report(outcome()))
-            except Exception as error:
-                found = Outcome(None, Failure.of(error))
-            with contextlib.suppress(InvalidStateError):  # the first one stays
-                result.set_result(found)
-
-        def give_up(reason: str) -> None:
-            with contextlib.suppress(TimeoutError):
-                result.result(ANSWER_S)  # the engine's own answer says more
-                return
-            settle(lambda: settlement.outcome(Aborted(reason)))
-
+        settlement = Settlement(channel.engine(engine), self._config.timeout_s, if_torn)
+        asked = _Asked(settlement, report)
         try:
-            scope.on_abort(give_up)
+            settlement.scope.on_abort(asked.give_up)
         except ReshardError as error:
-            result.set_result(Outcome(None, Failure.of(error)))
-            return result
-        result.add_done_callback(lambda _: scope.off_abort(give_up))  # the worker still watches the scope
+            asked.result.set_result(Outcome(None, Failure.of(error)))
+            return asked.result
+        asked.result.add_done_callback(lambda _: settlement.scope.off_abort(asked.give_up))  # the worker watches on
         answer = functools.partial(self._answer, channel, engine, request, self._asking.get(engine), settlement)
-        self._asking[engine] = tasks.start(f"engine {engine}", functools.partial(settle, answer))
-        return result
+        self._asking[engine] = tasks.start(f"engine {engine}", functools.partial(asked.settle, answer))
+        return asked.result
 
     def _answer(
         self,
@@ -228,6 +213,33 @@ class UpdateCoordinator:
                     for digest in (statuses[0].layout, status.layout)
                 )
                 raise Mismatch(first_difference(first, other, rank))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """An engine that was asked to update.
+
+    report  makes the trainer's report of the engine's answer
+    result  the first outcome
+    """
+
+    settlement: Settlement
+    report: Callable[[DistributedUpdateWeightsOutput], UpdateReport]
+    result: Future[Outcome[UpdateReport]] = field(default_factory=Future)
+
+    def settle(self, outcome: Callable[[], DistributedUpdateWeightsOutput]) -> None:
+        try:
+            found = Outcome(self.report(outcome()))
+        except Exception as error:
+            found = Outcome(None, Failure.of(error))
+        with contextlib.suppress(InvalidStateError):  # the first one stays
+            self.result.set_result(found)
+
+    def give_up(self, reason: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            self.result.result(ANSWER_S)  # the engine's own answer says more
+            return
+        self.settle(lambda: self.settlement.outcome(Aborted(reason)))
 
 
 def _judged_heads(statuses: Sequence[TrainerStatus]) -> tuple[tuple[str, ...], dict[str, str]]:
