@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Else each process that a test starts compiles anew what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test test-gpu-rules test-verl test-all test-faults bench bench-quick bench-verl lint lock clean
 
 setup: $(STAMP) setup-newest setup-deepspeed setup-nixl
