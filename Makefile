@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Else each process that a test starts compiles anew what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test test-gpu-rules test-verl test-all test-faults bench bench-quick bench-verl lint lock clean
 
 setup: $(STAMP) setup-newest setup-deepspeed setup-nixl
@@ -174,9 +177,11 @@ test-newest: setup
 demo: $(STAMP)
 	@$(BIN)/sglang-reshard demo
 
-# PYTEST_ARGS="test/unit -k plan" for a part.
+# PYTEST_ARGS="test/unit -k plan" for a part. Two files at a time, as processes of a test wait for each other and for
+# deadlines half of the time; engines of two tests fit in 24 GB.
+WORKERS ?= 2
 test: setup
-	$(BIN)/python -m pytest --durations=40 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --durations=40 $(PYTEST_ARGS)
 
 # The part that runs on virtual GPUs: shapes of trainer and engines by the rules of CUDA and NCCL, without a GPU. Two
 # minutes of the above.

@@ -4,10 +4,12 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from support.fault_rows import FaultTable
 from support.sweep import SWEEP, examples
 
 _IMPORTED_BEFORE = frozenset(sys.modules)  # by plugins of pytest
@@ -17,6 +19,10 @@ settings.load_profile("patient")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Registers what gathers results, in the process that gets all reports: a worker of pytest-xdist does not."""
+    if hasattr(config, "workerinput"):
+        return
+    config.pluginmanager.register(FaultTable())
     if path := os.environ.get("SGLANG_RESHARD_SUMMARY"):
         from support.summary import Summary
 
@@ -34,7 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests and params marked `sweep` unless SGLANG_RESHARD_SWEEP=1, and those of the matrix likewise."""
+    """Deselects tests and params marked `sweep` unless SGLANG_RESHARD_SWEEP=1, and those of the matrix likewise.
+
+    Unit tests come last: their files are the shortest, so that several workers end at about the same time.
+    """
     runs = {"sweep": SWEEP, "matrix": "SGLANG_RESHARD_MATRIX" in os.environ}
     left_out = [marker for marker, chosen in runs.items() if not chosen]
     kept: list[pytest.Item] = []
@@ -43,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (deselected if any(map(item.get_closest_marker, left_out)) else kept).append(item)
     if deselected:
         config.hook.pytest_deselected(items=deselected)
-        items[:] = kept
+    items[:] = sorted(kept, key=lambda item: "unit" in item.path.parts)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -52,6 +61,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError(
             "a test module imports SGLang when it is collected. Import it in the test, after `cpu_host.activate`"
         )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives a worker whole files, and one of them all of test/verl: no two clusters of Ray run at a time."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "test/verl" if file.startswith("test/verl/") else file
+
+    config.option.loadscopereorder = False  # files begin in the order of collection
+    return Files(config, log)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import httpx
 import psutil
-import pytest
 
 from sglang_reshard.patches.shared_segments import remove, segments_of
 from sglang_reshard.testing import cpu_host
@@ -75,7 +74,7 @@ def _await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None
             if is_up(httpx.get(f"{url}/health", timeout=5)):
                 return
         time.sleep(0.5)
-    pytest.fail(f"the server did not come up:\n{log.read_text()[-6000:]}")
+    raise AssertionError(f"the server did not come up:\n{log.read_text()[-6000:]}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from demo import children
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.testing import cpu_host
+from support.servers import free_port
 
 TEST = Path(__file__).parent.parent
 
@@ -38,8 +39,10 @@ def run_trainers(
     path = os.pathsep.join(
         [str(TEST), str(TEST.parent), str(TEST / "engine" / "live"), cpu_host.environment(1)["PYTHONPATH"]]
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-               "-m", "support.trainers", function, json.dumps({"folder": str(folder), **job})]  # fmt: skip
+    # A static rendezvous: torchrun's others look at the source of all modules for the name of a log record's method.
+    command = [sys.executable, "-m", "torch.distributed.run", f"--master-port={free_port()}",
+               f"--nproc-per-node={ranks}", "-m", "support.trainers", function,
+               json.dumps({"folder": str(folder), **job})]  # fmt: skip
     variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})}
     try:
         children.run(command, variables, folder / "log", time.monotonic() + deadline_s, lambda: None)

@@ -574,9 +574,24 @@ def _import(kind: str) -> None:
         choose_code_paths(4, gpu=True)
     for module in KINDS[kind].modules:
         importlib.import_module(module)
+    if (registry := sys.modules.get("sglang.srt.plugins.hook_registry")) is not None:
+        _look_for_functions_only(registry)
     setproctitle.getproctitle()  # it looks for where titles go, which it could not after `_show`
     gc.collect()
     gc.freeze()  # so that collections in the forks do not write to shared pages
+
+
+def _look_for_functions_only(registry: Any) -> None:
+    """Let a hook of a method be applied without a look at all names of all modules, which takes each process a second.
+
+    SGLang looks there for other names of what is hooked, which a method does not have.
+    """
+    stock = registry._propagate_patch
+
+    def propagate(original: object, wrapped: object, source: object) -> int:
+        return 0 if isinstance(source, type) else stock(original, wrapped, source)
+
+    registry._propagate_patch = propagate
 
 
 def begin(kind: str, descriptor: int) -> None:
