@@ -156,7 +156,7 @@ def run(ways: Sequence[str], seconds: float, every_s: float) -> list[Row]:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import Qwen3ForCausalLM
 
-    from demo import tiny_model
+    from benchmark.demo import tiny_model
     from sglang_reshard import VerlEngine
     from sglang_reshard.testing import cpu_host
 

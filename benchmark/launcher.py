@@ -16,11 +16,11 @@ from rich.console import Console
 
 from benchmark import rows
 from benchmark.cases import PATHS, STOCK, Case, Effort
+from benchmark.demo import children, memory
 from benchmark.environment import environment
 from benchmark.exactness import differing
 from benchmark.interlude import Interludes
 from benchmark.trainer import Job, Seen
-from demo import children, memory
 from sglang_reshard.errors import ReshardError
 
 _DEADLINE_S = 3600.0

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmark import launcher, paths, trainer
 from benchmark.cases import QUICK_CASES, Effort
 from benchmark.weights import Weights
-from oracle.digests import read_live_digests, write_json
+from tools.oracle.digests import read_live_digests, write_json
 
 if TYPE_CHECKING:
     from benchmark.profile import Row, Updates, Watch

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from benchmark.commit import commit
-from demo import host
+from benchmark.demo import host
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent / "results"

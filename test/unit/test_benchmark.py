@@ -18,9 +18,9 @@ from benchmark.scaling import CURVES
 from benchmark.timing import Timed
 from benchmark.trainer import Seen
 from benchmark.weights import FINAL_VERSION, version_of
-from oracle.digests import digests
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.observability.report import RankReport, UpdateReport
+from tools.oracle.digests import digests
 
 CASE = Case("test", Qwen3(1, 8, 8, 1, 1, 8, 8), 2, 2)
 REQUIRED = {

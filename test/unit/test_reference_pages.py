@@ -10,15 +10,15 @@ import pytest
 
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from support.documents import DOCUMENTS, blocks
-from website import api_page, errors_page, fields, http_page, json_types, metrics_page, settings_page, sources
-from website.pages import FOLDER, PAGES, path
+from tools.website import api_page, errors_page, fields, http_page, json_types, metrics_page, settings_page, sources
+from tools.website.pages import FOLDER, PAGES, path
 
 HTTP_SERVER, CLIENT = "patches/http_server.py", "python/sglang_reshard/protocol/server_client.py"
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_the_generators_output(name: str) -> None:
-    assert path(name).read_text() == PAGES[name](), "run python -m website.pages"
+    assert path(name).read_text() == PAGES[name](), "run python -m tools.website.pages"
 
 
 def test_every_page_of_the_folder_is_generated_or_the_index() -> None:
