@@ -2,8 +2,8 @@
 
 python -m benchmark.pages [NAME ...]    # all of them, or those named
 
-Each table stands between two comments of its document, so that people can write around it (`marked`). The table of
-architectures is written by `test/engine/architectures/architecture_results.py`, which knows its runs.
+Each table stands between two comments of its document, so that people can write around it (`tools.marked`). The table
+of architectures is written by `test/engine/architectures/architecture_results.py`, which knows its runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmark import marked, results, tables
+from benchmark import results, tables
+from tools import marked
 
 Head = results.Head
 

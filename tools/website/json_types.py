@@ -10,8 +10,32 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
+from sglang_reshard.observability.probe_report import ProbeSummary
+from sglang_reshard.protocol.messages import (
+    DistributedUpdateWeightsOutput,
+    DistributedUpdateWeightsReq,
+    LoadSnapshotOutput,
+    LoadSnapshotReq,
+    PullWeightsReq,
+    SharedWeights,
+    ShareWeightsReq,
+)
+from sglang_reshard.protocol.weights_info import WeightsInfo
 from tools.website import fields
 from tools.website.markdown import cell
+
+# Of the endpoints; what these contain is listed, too.
+MESSAGES: tuple[type[msgspec.Struct], ...] = (
+    WeightsInfo,
+    DistributedUpdateWeightsReq,
+    DistributedUpdateWeightsOutput,
+    PullWeightsReq,
+    ShareWeightsReq,
+    SharedWeights,
+    LoadSnapshotReq,
+    LoadSnapshotOutput,
+    ProbeSummary,
+)
 
 _PLAIN: dict[type, str] = {
     types.StrType: "string",
@@ -23,15 +47,22 @@ _PLAIN: dict[type, str] = {
 }
 
 
-def table(kind: type[msgspec.Struct], inherited: dict[str, str] | None = None) -> list[str]:
-    """Returns the rows of a struct's table.
+def messages() -> str:
+    """Returns a heading and a table for each struct of the endpoints' messages."""
+    blocks = []
+    for kind in dict.fromkeys(part for message in MESSAGES for part in structs(message)):
+        opening = fields.opening(inspect.getdoc(kind) or "")
+        blocks.append(f"### {kind.__name__}\n\n{opening}\n\n" + "\n".join(table(kind)))
+    return "\n\n".join(blocks)
 
-    inherited  field -> description, for fields that the struct's own docstring leaves to another's
 
-    Raises KeyError for a field that nothing describes.
-    """
+def table(kind: type[msgspec.Struct]) -> list[str]:
+    """Returns the rows of a struct's table. Raises KeyError for a field that nothing describes."""
     own = fields.descriptions(inspect.getdoc(kind) or "")
-    told = {**own, **{n: text for n, text in (inherited or {}).items() if own.get(n, "as in ").startswith("as in ")}}
+    inherited: dict[str, str] = {}
+    if kind in (LoadSnapshotReq, PullWeightsReq, ShareWeightsReq):  # fields that they share with an update's request
+        inherited = fields.descriptions(inspect.getdoc(DistributedUpdateWeightsReq) or "")
+    told = {**own, **{n: text for n, text in inherited.items() if own.get(n, "as in ").startswith("as in ")}}
     rows = ["| field | type | default | |", "|---|---|---|---|"]
     for field in _info(kind).fields:
         said = told[field.name]

@@ -4,13 +4,6 @@ from __future__ import annotations
 
 import re
 
-GENERATED = "<!-- Written by `python -m tools.website.pages` from the code; a test compares the two. -->"
-
-
-def page(title: str, *blocks: str) -> str:
-    """Returns a generated page of these blocks."""
-    return "\n\n".join([f"# {title}", GENERATED, *(block.strip("\n") for block in blocks)]) + "\n"
-
 
 def inline(text: str) -> str:
     """Returns text as one line, its stars and angle brackets escaped outside of code."""
@@ -25,5 +18,9 @@ def cell(text: str) -> str:
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     """Returns a table; cells are Markdown already."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines = ["| " + " | ".join(head).rstrip() + " |", "|" + "---|" * len(head)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def codes(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
