@@ -253,7 +253,6 @@ test-faults: setup
 # writes benchmark/results, and from it the tables of README.md and docs/results.
 bench: setup
 	$(BIN)/python -m benchmark.planning
-	$(BIN)/python -m benchmark.pages planning
 	$(BIN)/python -m benchmark
 
 # The same with fewer cases, fewer updates by SGLang's own path and no scaling curves: ten minutes at most. It says which
@@ -266,7 +265,6 @@ bench-quick: setup
 .PHONY: bench-hosts
 bench-hosts: setup
 	$(BIN)/python -m benchmark.hosts
-	$(BIN)/python -m benchmark.pages hosts
 
 # How long an update in the background holds the trainer, beside a copy and an update: five minutes. It writes
 # benchmark/results/async-updates.json and docs/results/async-updates.md.
@@ -291,7 +289,6 @@ bench-snapshots: setup
 .PHONY: bench-control
 bench-control: setup
 	$(BIN)/python -m benchmark.control
-	$(BIN)/python -m benchmark.pages control
 
 # verl's own sync and ours between the same workers: ten minutes. It writes benchmark/results/verl.json and
 # docs/results/verl.md.
@@ -314,12 +311,10 @@ CASES ?= 1000000
 .PHONY: fuzz
 fuzz: setup
 	$(BIN)/python -m benchmark.fuzz --cases $(CASES)
-	$(BIN)/python -m benchmark.pages fuzz
 
 .PHONY: fuzz-deltas
 fuzz-deltas: setup
 	$(BIN)/python -m benchmark.fuzz_deltas --cases $(CASES)
-	$(BIN)/python -m benchmark.pages fuzz-deltas
 
 # What only a GPU can show, in at most eight minutes on one card of 24 GB or more; see docs/results/gpu.md. It needs
 # torch 2.11 with CUDA and no SGLang, and Triton to judge rates: where this checkout has no environment, the host's own

@@ -5,7 +5,7 @@ python -m tools.prose --count    # how often each rule is broken
 python -m tools.prose docs/verl.md patches    # only these files and folders
 
 The rules are the table below. Markdown is checked outside of code blocks, inline code and generated tables, whose text
-is in benchmark/pages.py. Of Python, every string of three words or more is checked: docstrings, errors, log lines.
+is in benchmark/templates. Of Python, every string of three words or more is checked: docstrings, errors, log lines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MARKDOWN = ("README.md", "RESHARDING_GUIDE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "examples", "benchmark")
-PYTHON = ("python/sglang_reshard", "patches", "verl_integration", "benchmark/pages.py")
+PYTHON = ("python/sglang_reshard", "patches", "verl_integration")
 
 
 @dataclass(frozen=True)
