@@ -258,7 +258,6 @@ test-faults: setup
 # writes benchmark/results, and from it the tables of README.md and docs/results.
 bench: setup
 	$(BIN)/python -m benchmark.planning
-	$(BIN)/python -m benchmark.pages planning
 	$(BIN)/python -m benchmark
 
 # The same with fewer cases, fewer updates by SGLang's own path and no scaling curves: ten minutes at most. It says which
@@ -271,7 +270,6 @@ bench-quick: setup
 .PHONY: bench-hosts
 bench-hosts: setup
 	$(BIN)/python -m benchmark.hosts
-	$(BIN)/python -m benchmark.pages hosts
 
 # How long an update in the background holds the trainer, beside a copy and an update: five minutes. It writes
 # benchmark/results/async-updates.json and docs/results/async-updates.md.
@@ -296,7 +294,6 @@ bench-snapshots: setup
 .PHONY: bench-control
 bench-control: setup
 	$(BIN)/python -m benchmark.control
-	$(BIN)/python -m benchmark.pages control
 
 # verl's own sync and ours between the same workers: ten minutes. It writes benchmark/results/verl.json and
 # docs/results/verl.md.
@@ -319,12 +316,10 @@ CASES ?= 1000000
 .PHONY: fuzz
 fuzz: setup
 	$(BIN)/python -m benchmark.fuzz --cases $(CASES)
-	$(BIN)/python -m benchmark.pages fuzz
 
 .PHONY: fuzz-deltas
 fuzz-deltas: setup
 	$(BIN)/python -m benchmark.fuzz_deltas --cases $(CASES)
-	$(BIN)/python -m benchmark.pages fuzz-deltas
 
 # What only a GPU can show, in at most eight minutes on one card of 24 GB or more; see docs/results/gpu.md. It needs
 # torch 2.11 with CUDA and no SGLang, and Triton to judge rates: where this checkout has no environment, the host's own
@@ -352,7 +347,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m release.prose
+	$(BIN)/python -m tools.prose
 	$(BIN)/deptry python/sglang_reshard patches verl_integration
 
 lock: setup
@@ -373,13 +368,13 @@ $(BUILD_STAMP): pyproject.toml
 	$(BUILD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'setuptools>=77'
 	touch $@
 wheel: $(BUILD_STAMP)
-	$(BUILD_VENV)/bin/python -m release.plain
+	$(BUILD_VENV)/bin/python -m tools.release.plain
 
 # SGLang and the plugin in one wheel, to install in SGLang's place: dist/sglang-0.5.12+reshard.N-*.whl, of the stock
 # wheel that requirements.lock pins. FORK_ARGS="--python 3.12 --platform manylinux_2_34_aarch64" for elsewhere.
 N ?= 1
 fork: setup
-	$(BIN)/python -m release.fork --number $(N) $(FORK_ARGS)
+	$(BIN)/python -m tools.release.fork --number $(N) $(FORK_ARGS)
 
 # Engine tests in an environment that has the forked wheel, and neither the plugin's nor this checkout's package: a
 # minute and a half to make it, and then what the tests take. PYTEST_ARGS=test/engine for all of them.
@@ -388,5 +383,5 @@ FORK_TESTS := test/engine/release test/engine/live/test_server.py::test_a_traine
   test/engine/live/test_reshard.py::test_fsdp2_over_tp_into_a_larger_engine_is_bit_exact \
   test/engine/live/test_reshard.py::test_an_engine_without_the_plugin_is_noticed_at_its_start
 test-fork: fork
-	$(BIN)/python -m release.environment $(FORK_VENV) dist/sglang-*+reshard.$(N)-cp311-*.whl
+	$(BIN)/python -m tools.release.environment $(FORK_VENV) dist/sglang-*+reshard.$(N)-cp311-*.whl
 	env -u PYTHONPATH $(FORK_VENV)/bin/python -m pytest $(or $(PYTEST_ARGS),$(FORK_TESTS))

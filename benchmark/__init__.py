@@ -7,10 +7,9 @@ paths      ours; `stock` SGLang's own     timing     updates in step, and what e
 exactness  digests against a stock load   memory     what a process takes beyond what it had
 copying    the machine's limit            interlude  copies between paths
 rows       from what was seen to rows     results    the JSON files
-tables     for the terminal and Markdown  plots      as pictures
-pages      into README.md, docs/results   marked     between two comments of a document
+pages      into README.md, docs/results   plots      as pictures
 scaling    against tensors, bytes, ranks  stand_ins  its trainer and engine ranks
 
-Independent of these: `planning`, `verl`, `digest` (the cost of verification), `fuzz` and `soak`. `pages` writes the
-results of all of them into docs/results.
+Independent of these: benchmarks of one question each, most of them with processes that stand in for engine ranks
+(`world`, `matrices`), and `demo`. `pages` writes the results of all of them into docs/results, by `templates`.
 """

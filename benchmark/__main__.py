@@ -7,10 +7,9 @@ import signal
 import sys
 from types import FrameType
 
-import msgspec
 from rich.console import Console
 
-from benchmark import block_fp8, guard, launcher, pages, plots, results, scaling, tables
+from benchmark import block_fp8, guard, launcher, pages, plots, results, scaling
 from benchmark.cases import CASES, QUICK_CASES, QUICK_EFFORT, Effort
 
 
@@ -33,7 +32,7 @@ def main() -> int:
     if not arguments.only_scaling:
         ok = _cases(quick, arguments.only, command, console)
     if quick and not arguments.only:
-        ok = block_fp8.main([]) == 0 and ok
+        ok = block_fp8.main() == 0 and ok
     if not quick and not arguments.only and not arguments.skip_scaling:
         ok = _scaling(command, console) and ok
     return 0 if ok else 1
@@ -48,7 +47,7 @@ def _cases(quick: bool, only: str | None, command: str, console: Console) -> boo
     path = results.QUICK if quick else results.BENCH
     wanted = [case for case in (QUICK_CASES if quick else CASES) if only is None or only in case.name]
     found = launcher.run(wanted, QUICK_EFFORT if quick else Effort(), console)
-    rows = [msgspec.to_builtins(row) for row in found.rows]
+    rows = found.rows
     if only is not None:  # the other cases' rows stay as they are
         head, known = results.load(path)
         measured = {case.name for case in wanted}
@@ -58,7 +57,7 @@ def _cases(quick: bool, only: str | None, command: str, console: Console) -> boo
     earlier, before = results.load(path) if path.exists() else (None, [])
     results.save(path, results.header(command, found.notes), rows)
     head, rows = results.load(path)
-    tables.print_rows(console, rows, head["notes"])
+    print(pages.TABLES["benchmark"].text(path))
     for line in guard.worse(before, rows):
         console.print(f"worse than before: {line}", style="red")
     if earlier is not None and (why := guard.other_host(earlier, head)):
@@ -73,7 +72,7 @@ def _scaling(command: str, console: Console) -> bool:
     found, notes = scaling.run(scaling.CURVES, console)
     results.save(results.SCALING, results.header(command, notes), found)
     plots.plot_scaling(results.load(results.SCALING)[1], results.SCALING.with_suffix(".png"))
-    return all(row.exact for row in found)
+    return all(row["exact"] for row in found)
 
 
 if __name__ == "__main__":

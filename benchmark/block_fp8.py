@@ -12,31 +12,27 @@ verl      all trainer ranks gather each tensor, as verl does; one quantizes it b
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmark import pages, results
-from benchmark.slowest import slowest
-from benchmark.world import run_world
+from benchmark import pages
+from benchmark.results import Row, Rows
+from benchmark.world import digest, run_world, sender, slowest, updates
 
 BLOCK = (128, 128)
 TRAINERS, ENGINES = 4, 2
 OURS = ("ipc", "p2p")
 WARMUPS, DEADLINE_S = 2, 400.0
-RESULT = results.FOLDER / "block-fp8.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +51,6 @@ class Size:
         columns = {"q": square, "k": square, "v": square, "gate": across, "up": across}
         of = {name: (shape, 0) for name, shape in columns.items()} | {"o": (square, 1), "down": (down, 1)}
         return {f"layers.{n}.{name}.weight": of[name] for n in range(self.layers) for name in of}
-
-
-class Row(msgspec.Struct, frozen=True):
-    """One way. peak_extra_bytes: an engine rank's in the last update, by its report; verl's are not measured."""
-
-    way: str
-    updates: int
-    tensors: int
-    bytes: int
-    seconds_median: float
-    first_seconds: float
-    peak_extra_bytes: int | None
-    bit_exact: bool
 
 
 class _Linear(torch.nn.Module):
@@ -97,16 +80,8 @@ class _Rank(torch.nn.Module):
             _, dim = self._matrices[name.removesuffix("_scale_inv")]
             self.get_parameter(name).data.copy_(tensor.chunk(ENGINES, dim)[self._rank])
 
-    def digest(self) -> str:
-        found = hashlib.sha256()
-        for parameter in self.parameters():
-            found.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
-        return found.hexdigest()
 
-
-def train(trainer: Any, size: Size) -> dict[str, Any]:
-    from sglang_reshard.api.weight_sender import WeightSender
-
+def train(trainer: Any, size: Size) -> Row:
     mesh = init_device_mesh("cpu", (TRAINERS,))
     state = {
         name: DTensor.from_local(
@@ -117,13 +92,13 @@ def train(trainer: Any, size: Size) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {}
     peaks = {}
     for way in OURS:
-        sender = WeightSender.over(trainer.group, trainer.send, transport=way, timeout_s=100)
+        sending = sender(trainer, way)
         for update in range(WARMUPS + size.updates):
             _step(state, update, trainer.rank)
-            report, took = slowest(partial(sender.update, state.items()))
+            report, took = slowest(partial(sending.update, state.items()))
             seconds.setdefault(way, []).append(took)
         peaks[way] = max(engine_rank.peak_extra_bytes for engine_rank in report.engine_ranks)
-        sender.close()
+        sending.close()
     by_verl = _VerlsWay(trainer.rank, size)
     for update in range(size.updates - size.verl_updates, WARMUPS + size.updates):  # and so to the same weights
         _step(state, update, trainer.rank)
@@ -169,7 +144,7 @@ class _VerlsWay:
         dist.barrier()
 
     def digest(self) -> str:
-        return self._model.digest() if self._model is not None else ""
+        return digest(self._model.parameters()) if self._model is not None else ""
 
 
 def _pickled(tensors: Any) -> bytes:
@@ -187,49 +162,36 @@ def _unpickled(data: bytes) -> Any:
 
 def serve(rank: int, ranks: int, requests: Any, size: Size) -> dict[str, str]:
     """Digests of the engine rank after the last update of each way."""
-    from sglang_reshard.engine.receiver import WeightReceiver
-    from sglang_reshard.engine.targets import TracedModel
-
-    model = _Rank(rank, size)
-    receiver = WeightReceiver(TracedModel(model), rank, ranks, torch.device("cpu"))
-    digests = {}
-    for request in requests:
-        requests.answer(receiver.update(request))
+    model, digests = _Rank(rank, size), {}
+    for request in updates(model, rank, ranks, requests):
         if request.update == WARMUPS + size.updates:
-            digests[request.transport] = model.digest()
+            digests[request.transport] = digest(model.parameters())
     return digests
 
 
-def run(size: Size) -> list[Row]:
-    from benchmark import block_fp8  # functions that its processes can import
-
-    trainers, engines = run_world(TRAINERS, ENGINES, block_fp8.train, block_fp8.serve, size, deadline_s=DEADLINE_S)
+def run(size: Size) -> Rows:
+    """A row for each way. peak_extra_bytes is an engine rank's in the last update; verl's are not measured."""
+    trainers, engines = run_world("benchmark.block_fp8", TRAINERS, ENGINES, size, deadline_s=DEADLINE_S)
     by_verl = [trainers[rank]["digest"] for rank in range(ENGINES)]
-    rows = []
-    for way, seconds in trainers[0]["seconds"].items():
-        own = way in OURS
-        rows.append(
-            Row(
-                way=way,
-                updates=len(seconds) - WARMUPS,
-                tensors=len(size.matrices()),
-                bytes=sum(2 * a * b for (a, b), _ in size.matrices().values()),
-                seconds_median=statistics.median(seconds[WARMUPS:]),
-                first_seconds=seconds[0],
-                peak_extra_bytes=trainers[0]["peaks"].get(way),
-                bit_exact=not own or [digests[way] for digests in engines] == by_verl,
-            )
-        )
-    return rows
+    return [
+        {
+            "way": way,
+            "updates": len(seconds) - WARMUPS,
+            "tensors": len(size.matrices()),
+            "bytes": sum(2 * a * b for (a, b), _ in size.matrices().values()),
+            "seconds_median": statistics.median(seconds[WARMUPS:]),
+            "first_seconds": seconds[0],
+            "peak_extra_bytes": trainers[0]["peaks"].get(way),
+            "bit_exact": way not in OURS or [digests[way] for digests in engines] == by_verl,
+        }
+        for way, seconds in trainers[0]["seconds"].items()
+    ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(prog="python -m benchmark.block_fp8", description=__doc__).parse_args(arguments)
+def main() -> int:
     rows = run(Size())
-    results.save(RESULT, results.header("python -m benchmark.block_fp8", []), rows)
-    pages.write("block-fp8")
-    print(pages.TABLES["block-fp8"].text())
-    return 0 if all(row.bit_exact for row in rows) else 1
+    pages.publish("block-fp8", "python -m benchmark.block_fp8", rows)
+    return 0 if all(row["bit_exact"] for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -26,12 +26,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from benchmark import pages, results
+from benchmark import pages
+from benchmark.results import Row, Rows
 from sglang_reshard.protocol.messages import BY_VERSION, FlushCache
 
-RESULT = results.FOLDER / "cache-versions.json"
 WAYS: dict[str, tuple[str, FlushCache]] = {
     "flush": ("retract", True),
     "by version": ("in_place", BY_VERSION),
@@ -41,28 +39,6 @@ WAYS: dict[str, tuple[str, FlushCache]] = {
 CLIENTS, TURNS, SYSTEM_TOKENS, USER_TOKENS, NEW_TOKENS = 6, 5, 256, 24, 48
 SECONDS, UPDATE_EVERY_S, CONTEXT = 40.0, 3.0, 1024
 _COUNTER = "sglang:realtime_tokens_total"
-
-
-class Row(msgspec.Struct, frozen=True):
-    """One way.
-
-    turns            answered in `seconds`
-    prompt_tokens    of these turns
-    cached_tokens    of them, that were read from the cache when a turn began
-    computed_tokens  that the engine computed in prefills, of turns and of requests that went on
-    pause_seconds    median, from the call of pause_generation to the end of continue_generation
-    cold             what the engine says at the end is what it says with an empty cache
-    """
-
-    way: str
-    seconds: float
-    updates: int
-    turns: int
-    prompt_tokens: int
-    cached_tokens: int
-    computed_tokens: int
-    pause_seconds: float
-    cold: bool
 
 
 class Clients:
@@ -100,7 +76,16 @@ class Clients:
 
 
 def measure(engine: Any, states: Sequence[Any], way: str, seconds: float, every_s: float) -> Row:
-    """engine: a `VerlEngine`; states: two that updates alternate between, and those of the last one"""
+    """Returns the row of a way.
+
+    engine  a `VerlEngine`
+    states  two that updates alternate between, and those of the last one
+
+    Of the row, prompt_tokens are of all turns, cached_tokens were read from the cache when a turn began, and
+    computed_tokens the engine computed in prefills, of turns and of requests that went on. pause_seconds is the median
+    from the call of pause_generation to the end of continue_generation. cold: what the engine says at the end is what
+    it says with an empty cache.
+    """
     mode, flush_cache = WAYS[way]
     first = engine.engine
     engine.update_weights_from_tensor(states[0].items(), flush_cache=True)
@@ -121,17 +106,17 @@ def measure(engine: Any, states: Sequence[Any], way: str, seconds: float, every_
     engine.update_weights_from_tensor(states[2].items(), flush_cache=flush_cache)
     warm = _answers(engine, prompts)
     engine.update_weights_from_tensor(states[2].items(), flush_cache=True)
-    return Row(
-        way=way,
-        seconds=took,
-        updates=len(pauses),
-        turns=clients.turns,
-        prompt_tokens=clients.prompt_tokens,
-        cached_tokens=clients.cached_tokens,
-        computed_tokens=computed,
-        pause_seconds=statistics.median(pauses),
-        cold=warm == _answers(engine, prompts),
-    )
+    return {
+        "way": way,
+        "seconds": took,
+        "updates": len(pauses),
+        "turns": clients.turns,
+        "prompt_tokens": clients.prompt_tokens,
+        "cached_tokens": clients.cached_tokens,
+        "computed_tokens": computed,
+        "pause_seconds": statistics.median(pauses),
+        "cold": warm == _answers(engine, prompts),
+    }
 
 
 def _answers(engine: Any, prompts: list[list[int]]) -> list[list[int]]:
@@ -149,14 +134,14 @@ def _computed_tokens() -> int:
     return int(sum(s.value for s in samples if s.name == _COUNTER and s.labels["mode"] == "prefill_compute"))
 
 
-def run(ways: Sequence[str], seconds: float, every_s: float) -> list[Row]:
+def run(ways: Sequence[str], seconds: float, every_s: float) -> Rows:
     """Starts one engine, and measures one way after the other."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import Qwen3ForCausalLM
 
-    from demo import tiny_model
+    from benchmark.demo import tiny_model
     from sglang_reshard import VerlEngine
     from sglang_reshard.testing import cpu_host
 
@@ -187,18 +172,15 @@ def run(ways: Sequence[str], seconds: float, every_s: float) -> list[Row]:
             dist.destroy_process_group()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.cache_versions", description=__doc__)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each way")
     parser.add_argument("--every-s", type=float, default=UPDATE_EVERY_S, help="an update")
-    parser.add_argument("--out", type=Path, default=RESULT, help="other than the default: no document is written")
-    chosen = parser.parse_args(arguments)
+    parser.add_argument("--out", type=Path, help="another file for the results; no document is written then")
+    chosen = parser.parse_args()
     rows = run(tuple(WAYS), chosen.seconds, chosen.every_s)
-    results.save(chosen.out, results.header("python -m benchmark.cache_versions", []), rows)
-    if chosen.out == RESULT:
-        pages.write("cache-versions")
-    print(pages.cache_versions(chosen.out))
-    return 0 if all(row.cold for row in rows if row.way != "keep") else 1
+    pages.publish("cache-versions", "python -m benchmark.cache_versions", rows, out=chosen.out)
+    return 0 if all(row["cold"] for row in rows if row["way"] != "keep") else 1
 
 
 if __name__ == "__main__":

@@ -5,37 +5,24 @@ One message of bfloat16, in host memory, on one thread; checked and applied in t
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 import torch
 
-from benchmark import pages, results
+from benchmark import pages
+from benchmark.results import Row
 from sglang_reshard.delta.checks import is_sound, verdicts
 from sglang_reshard.delta.encoding import apply, encode, index_room
 
-RESULT = results.FOLDER / "delta-checks.json"
 MIB, REPEATS = 32, 15
 SHARES = (0.001, 0.01, 0.05, 0.2)
 
 
-class Cost(msgspec.Struct, frozen=True):
-    """One message. index_bytes: what is checked. Seconds are medians."""
-
-    mib: int
-    changed_share: float
-    kind: str
-    index_bytes: int
-    check_seconds: float
-    apply_seconds: float
-    copy_seconds: float
-
-
-def measure(share: float) -> Cost:
+def measure(share: float) -> Row:
+    """index_bytes is what is checked; seconds are medians."""
     generator = np.random.default_rng(0)
     units = MIB * (1 << 20) // 2
     base = torch.from_numpy(generator.integers(0, 1 << 15, units, np.int16))
@@ -51,8 +38,16 @@ def measure(share: float) -> Cost:
     for _ in range(REPEATS):
         check = _timed(lambda: verdicts([is_sound(encoded, units, index)]))
         seconds.append((check, _timed(lambda: apply(encoded, index, values, 2, copy)), _timed(lambda: copy.copy_(old))))
-    medians = [statistics.median(column) for column in zip(*seconds, strict=True)]
-    return Cost(MIB, share, encoded.kind.name, len(index), *medians)
+    check, applied, copied = (statistics.median(column) for column in zip(*seconds, strict=True))
+    return {
+        "mib": MIB,
+        "changed_share": share,
+        "kind": encoded.kind.name,
+        "index_bytes": len(index),
+        "check_seconds": check,
+        "apply_seconds": applied,
+        "copy_seconds": copied,
+    }
 
 
 def _timed(action: Callable[[], object]) -> float:
@@ -62,11 +57,8 @@ def _timed(action: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m benchmark.delta_checks", description=__doc__).parse_args()
     torch.set_num_threads(1)
-    rows = [measure(share) for share in SHARES]
-    results.save(RESULT, results.header("python -m benchmark.delta_checks", []), rows)
-    pages.write("delta-checks")
+    pages.publish("delta-checks", "python -m benchmark.delta_checks", [measure(share) for share in SHARES])
 
 
 if __name__ == "__main__":

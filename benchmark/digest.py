@@ -17,7 +17,8 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import torch
 
-from benchmark import deepseek_v3, results
+from benchmark import deepseek_v3, pages, results
+from benchmark.results import Row
 from sglang_reshard.digest.regions import RegionSet
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.source import SourceChecksums
@@ -32,45 +33,6 @@ MATRICES, MATRIX = 64, (2048, 4096)  # 1 GiB of bfloat16
 LAYERS, EXPERTS, HIDDEN, INTER, RANKS = 13, 128, 512, 192, 8  # 5,019 tensors
 DEEPSEEK_TRAINERS, DEEPSEEK_ENGINES = 64, 32
 T = TypeVar("T")
-
-
-class DigestRow(msgspec.Struct, frozen=True):
-    """One rank's digest of all that it holds, or of a sample of it.
-
-    case             how the weights are sharded, and from which dtype to which they are cast
-    side             whose memory is read: a trainer rank casts what it reads
-    elements, bytes  that the rank has, in its own dtype; ns_per_element and gb_per_s are of all of them, also where
-                     a sample reads a few
-    seconds          of a digest, and of a copy of all of the bytes to bfloat16 in the same run
-    """
-
-    case: str
-    side: str
-    selection: str
-    tensors: int
-    elements: int
-    bytes: int
-    seconds: float
-    copy_seconds: float
-    times_copy: float
-    ns_per_element: float
-    gb_per_s: float
-
-
-class PreparationRow(msgspec.Struct, frozen=True):
-    """What is made once for a trace: by one engine rank, and by one trainer rank for all engine ranks.
-
-    regions_bytes  of one engine rank's region set, encoded and not compressed
-    """
-
-    case: str
-    tensors: int
-    trainer_ranks: int
-    engine_ranks: int
-    target_seconds: float
-    source_seconds: float
-    regions: int
-    regions_bytes: int
 
 
 class Weight(NamedTuple):
@@ -111,7 +73,7 @@ def copies(weights: Sequence[Weight], rank: int, ranks: int) -> list[Copy]:
     return found
 
 
-def measure(case: str, weights: Sequence[Weight], ranks: int, trainer_dtype: str) -> Iterator[DigestRow]:
+def measure(case: str, weights: Sequence[Weight], ranks: int, trainer_dtype: str) -> Iterator[Row]:
     """Of the first of as many trainer ranks as engine ranks, which keep bfloat16."""
     layout = layout_of(weights, ranks, trainer_dtype)
     catalog = TensorIndex.of(layout)
@@ -134,7 +96,14 @@ def _rows(
     tensors: int,
     read: Sequence[torch.Tensor],
     kept: torch.dtype,
-) -> Iterator[DigestRow]:
+) -> Iterator[Row]:
+    """Yields a rank's digest of all that it holds, and of a sample of it.
+
+    side             whose memory is read: a trainer rank casts what it reads
+    elements, bytes  that the rank has, in its own dtype; ns_per_element and gb_per_s are of all of them, also where
+                     a sample reads a few
+    copy_seconds     of a copy of all of the bytes to bfloat16 in the same run
+    """
     elements = sum(t.numel() for t in read)
     nbytes = sum(t.nbytes for t in read)
     into = [torch.zeros_like(t, dtype=kept) for t in read]
@@ -146,28 +115,28 @@ def _rows(
         least["copy"] = min(least.get("copy", math.inf), _timed(lambda: torch._foreach_copy_(into, list(read)))[0])
     for name in ways:
         seconds, copy = least[name], least["copy"]
-        yield DigestRow(
-            case=case,
-            side=side,
-            selection=name,
-            tensors=tensors,
-            elements=elements,
-            bytes=nbytes,
-            seconds=seconds,
-            copy_seconds=copy,
-            times_copy=seconds / copy,
-            ns_per_element=seconds / elements * 1e9,
-            gb_per_s=nbytes / seconds / 1e9,
-        )
+        yield {
+            "case": case,
+            "side": side,
+            "selection": name,
+            "tensors": tensors,
+            "elements": elements,
+            "bytes": nbytes,
+            "seconds": seconds,
+            "copy_seconds": copy,
+            "times_copy": seconds / copy,
+            "ns_per_element": seconds / elements * 1e9,
+            "gb_per_s": nbytes / seconds / 1e9,
+        }
 
 
-def prepare_moe() -> PreparationRow:
+def prepare_moe() -> Row:
     weights = list(moe())
     layout = layout_of(weights, RANKS, "float32")
     return prepare("MoE", layout, [copies(weights, rank, RANKS) for rank in range(RANKS)])
 
 
-def prepare_deepseek() -> PreparationRow:
+def prepare_deepseek() -> Row:
     copied = [
         [c for c in deepseek_v3.copies(rank, DEEPSEEK_ENGINES, DEEPSEEK_ENGINES) if min(c.region.count) > 0]
         for rank in range(DEEPSEEK_ENGINES)
@@ -175,8 +144,11 @@ def prepare_deepseek() -> PreparationRow:
     return prepare("DeepSeek-V3, ep=32", deepseek_v3.fsdp_layout(DEEPSEEK_TRAINERS), copied)
 
 
-def prepare(case: str, layout: SourceLayout, copied: Sequence[Sequence[Copy]]) -> PreparationRow:
-    """On tensors without bytes: preparing reads none."""
+def prepare(case: str, layout: SourceLayout, copied: Sequence[Sequence[Copy]]) -> Row:
+    """What is made once for a trace: by one engine rank, and by one trainer rank for all engine ranks.
+
+    On tensors without bytes, as preparing reads none. regions_bytes: of one engine rank's region set, encoded.
+    """
     catalog = TensorIndex.of(layout)
     dtypes = {t.name: getattr(torch, t.dtype) for t in layout.tensors}
     regions: list[RegionSet] = []
@@ -195,16 +167,16 @@ def prepare(case: str, layout: SourceLayout, copied: Sequence[Sequence[Copy]]) -
         for i, t in enumerate(layout.tensors)
     ]
     source_seconds, _ = _timed(lambda: SourceChecksums(layout, shards, 0, regions))
-    return PreparationRow(
-        case=case,
-        tensors=len(layout.tensors),
-        trainer_ranks=layout.trainer_ranks,
-        engine_ranks=len(regions),
-        target_seconds=target_seconds,
-        source_seconds=source_seconds,
-        regions=len(regions[-1]),
-        regions_bytes=len(msgspec.msgpack.encode(regions[-1])),
-    )
+    return {
+        "case": case,
+        "tensors": len(layout.tensors),
+        "trainer_ranks": layout.trainer_ranks,
+        "engine_ranks": len(regions),
+        "target_seconds": target_seconds,
+        "source_seconds": source_seconds,
+        "regions": len(regions[-1]),
+        "regions_bytes": len(msgspec.msgpack.encode(regions[-1])),
+    }
 
 
 def _timed(step: Callable[[], T]) -> tuple[float, T]:
@@ -217,24 +189,11 @@ def main() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     matrices = [Weight(f"{i}", MATRIX, 0) for i in range(MATRICES)]
-    rows: list[DigestRow | PreparationRow] = []
     cases = [(f"64 matrices, {dtype} -> bfloat16", matrices, 1, dtype) for dtype in ("bfloat16", "float32")]
     cases.append((f"MoE, fsdp={RANKS} -> tp={RANKS}, float32 -> bfloat16", list(moe()), RANKS, "float32"))
-    for case in cases:
-        for row in measure(*case):
-            rows.append(row)
-            print(
-                f"{row.case}, {row.side}, {row.selection}: {row.seconds * 1e3:.1f} ms, {row.ns_per_element:.3f} "
-                f"ns an element, {row.gb_per_s:.1f} GB/s, {row.times_copy:.2f} times the copy"
-            )
-    for made in (prepare_moe(), prepare_deepseek()):
-        rows.append(made)
-        print(
-            f"{made.case}: {made.tensors} tensors, TargetChecksums {made.target_seconds:.2f} s, SourceChecksums for "
-            f"{made.engine_ranks} engine ranks {made.source_seconds:.2f} s, regions {made.regions_bytes / 1e6:.2f} MB"
-        )
-    load = f"The host's {os.cpu_count()} cores had a load of {os.getloadavg()[0]:.1f}, this run included."
-    results.save(results.FOLDER / "digest.json", results.header("python -m benchmark.digest", [load]), rows)
+    rows = [row for case in cases for row in measure(*case)]
+    rows += [prepare_moe(), prepare_deepseek()]
+    pages.publish("digest", "python -m benchmark.digest", rows, [results.load_of_host()])
 
 
 if __name__ == "__main__":

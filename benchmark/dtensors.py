@@ -11,9 +11,8 @@ import os
 import subprocess
 import sys
 
-from benchmark import results
+from benchmark import pages, results
 
-PATH = results.FOLDER / "dtensors.json"
 COMMAND = "python -m benchmark.dtensors [PYTHON ...]"
 
 
@@ -25,7 +24,7 @@ def main(pythons: list[str]) -> None:
         command = [python, "-m", "support.dtensor_rows"]
         run = subprocess.run(command, env=environment, cwd=results.REPOSITORY, stdout=subprocess.PIPE, check=True)
         rows += json.loads(run.stdout)
-    results.save(PATH, results.header(COMMAND, []), rows)
+    pages.publish("dtensors", COMMAND, rows)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from benchmark.demo.model_modules import DISABLED_VARIABLE, unneeded_modules
 from benchmark.results import REPOSITORY
-from demo.model_modules import DISABLED_VARIABLE, unneeded_modules
 from sglang_reshard.testing import cpu_host
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from benchmark import gather
 from benchmark.weights import FINAL_VERSION, Weights
-from oracle.digests import read_live_digests
+from tools.oracle.digests import read_live_digests
 
 # Of every engine rank: path of a live tensor -> digest.
 Digests = list[dict[str, str]]

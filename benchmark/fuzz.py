@@ -18,13 +18,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 from rich.console import Console
-from rich.table import Table
 
-from benchmark import results
+from benchmark import pages, results
+from benchmark.results import Rows
 
-FUZZ = results.FOLDER / "fuzz.json"
 FOLDER = "test/fuzz"
 # Of tests whose cases take milliseconds, the part of all cases that each gets.
 SHARES = {
@@ -45,16 +43,6 @@ _COLLECT_S, _DEADLINE_S = 300.0, 7200.0
 _TEST = re.compile(rf"^({FOLDER}/\S+?::\w+):$")
 _CASES = re.compile(r"(\d+) passing, (\d+) failing, and (\d+) invalid")
 _SECONDS = re.compile(r"during generate phase \(([\d.]+) seconds\)")
-
-
-class FuzzRow(msgspec.Struct, frozen=True):
-    """One test. cases: that were run, without those that were no case after all. seed: of its process."""
-
-    test: str
-    cases: int
-    seconds: float
-    seed: int
-    outcome: str
 
 
 class Job(NamedTuple):
@@ -101,10 +89,10 @@ def jobs(tests: Sequence[str], cases: int, seed: int) -> list[Job]:
     return [Job(group, max(1, count), seed + number) for number, (group, count) in enumerate(groups)]
 
 
-def run(todo: Sequence[Job], console: Console) -> list[FuzzRow]:
+def run(todo: Sequence[Job], console: Console) -> Rows:
     """As many processes at a time as there are cores."""
     cores, waiting, under_way = len(os.sched_getaffinity(0)), list(todo), list[Running]()
-    rows: list[FuzzRow] = []
+    rows: Rows = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             while waiting or under_way:
@@ -117,8 +105,8 @@ def run(todo: Sequence[Job], console: Console) -> list[FuzzRow]:
                     under_way.remove(one)
                     found = _rows(one)
                     for row in found:
-                        console.print(f"{row.test}: {row.cases:,} cases, {row.outcome}", highlight=False)
-                    if any(row.outcome != "passed" for row in found):
+                        console.print(f"{row['test']}: {row['cases']:,} cases, {row['outcome']}", highlight=False)
+                    if any(row["outcome"] != "passed" for row in found):
                         console.print(one.output.read_text(errors="replace")[-20_000:], highlight=False, markup=False)
                     rows += found
         finally:
@@ -152,8 +140,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _rows(done: Running) -> list[FuzzRow]:
-    """What became of a job's tests; those that have no cases are left out, unless they fail."""
+def _rows(done: Running) -> Rows:
+    """What became of a job's tests; those that have no cases are left out, unless they fail.
+
+    cases: that were run, without those that were no case after all. seed: of the process.
+    """
     outcome = "passed"
     if done.process.poll() is None:
         _end(done.process)
@@ -170,7 +161,8 @@ def _rows(done: Running) -> list[FuzzRow]:
         if said == "passed" and done.process.returncode and not any(f"{kind} {FOLDER}" in text for kind in _BAD):
             said = f"pytest ended with {done.process.returncode}"
         if cases or said != "passed":
-            found.append(FuzzRow(test.removeprefix(f"{FOLDER}/"), cases, seconds, done.job.seed, said))
+            name = test.removeprefix(f"{FOLDER}/")
+            found.append({"test": name, "cases": cases, "seconds": seconds, "seed": done.job.seed, "outcome": said})
     return found
 
 
@@ -196,37 +188,26 @@ def _name(test: str) -> str:
     return test.split("::")[1]
 
 
-def table(rows: Sequence[FuzzRow]) -> Table:
-    found = Table("test", "cases", "seconds", "outcome", title="Fuzzing")
-    for column in found.columns[1:3]:
-        column.justify = "right"
-    for row in rows:
-        found.add_row(row.test, f"{row.cases:,}", f"{row.seconds:.0f}", row.outcome)
-    return found
-
-
 def main() -> int:
     """The exit status: 0 when all tests passed."""
     parser = argparse.ArgumentParser(prog="python -m benchmark.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=1_000_000, help="of all tests together")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="tests whose names contain this")
-    parser.add_argument("--out", type=Path, default=FUZZ, help="the file of results")
+    parser.add_argument("--out", type=Path, help="another file for the results; no document is written then")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the processes are ended, too
     console = Console() if sys.stdout.isatty() else Console(width=140)
     started = time.monotonic()
     rows = run(jobs(collected(arguments.only), arguments.cases, arguments.seed), console)
-    rows.sort(key=lambda row: row.test)
+    rows.sort(key=lambda row: row["test"])
     seconds = time.monotonic() - started
-    console.print(table(rows))
-    cases = sum(row.cases for row in rows)
+    cases = sum(row["cases"] for row in rows)
     console.print(f"{cases:,} cases in {seconds:.0f} s, {cases / seconds:,.0f} a second", highlight=False)
     command = f"python -m benchmark.fuzz --cases {arguments.cases} --seed {arguments.seed}"
     command += f" --only {arguments.only}" if arguments.only else ""
-    notes = [f"{cases} cases in {seconds:.0f} s"]
-    results.save(arguments.out, results.header(command, notes), rows)
-    return 0 if rows and all(row.outcome == "passed" for row in rows) else 1
+    pages.publish("fuzz", command, rows, [f"{cases} cases in {seconds:.0f} s"], arguments.out)
+    return 0 if rows and all(row["outcome"] == "passed" for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -12,34 +12,31 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmark import results
+from benchmark import pages
+from benchmark.world import find_tests
 
-if str(results.REPOSITORY / "test") not in sys.path:  # the cases are the tests'
-    sys.path.insert(0, str(results.REPOSITORY / "test"))
-
-from fuzz.delta_runs import KINDS, run_cases
-
-RESULT = results.FOLDER / "fuzz-deltas.json"
 _DEADLINE_S = 6 * 3600.0
 
 
 def main() -> int:
     """The exit status: 0 when nothing went wrong."""
+    find_tests()
+    from fuzz.delta_runs import KINDS, run_cases
+
     parser = argparse.ArgumentParser(prog="python -m benchmark.fuzz_deltas", description=__doc__)
     parser.add_argument("--cases", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULT, help="the file of results")
+    parser.add_argument("--out", type=Path, help="another file for the results; no document is written then")
     arguments = parser.parse_args()
     console, rows = Console(width=140), []
     for kind in KINDS:
         processes = len(os.sched_getaffinity(0))
         found = run_cases(kind, arguments.seed, arguments.cases // len(KINDS), processes, _DEADLINE_S)
-        console.print(f"{kind}: {found.cases:,} cases, {found.refused:,} refused, {found.applied:,} applied")
         for failure in found.failures:
             console.print(failure, highlight=False, markup=False)
         rows.append(found._asdict())
     command = f"python -m benchmark.fuzz_deltas --cases {arguments.cases} --seed {arguments.seed}"
-    results.save(arguments.out, results.header(command, []), rows)
+    pages.publish("fuzz-deltas", command, rows, out=arguments.out)
     return 1 if any(row["failures"] for row in rows) else 0
 
 

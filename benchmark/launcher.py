@@ -16,11 +16,12 @@ from rich.console import Console
 
 from benchmark import rows
 from benchmark.cases import PATHS, STOCK, Case, Effort
+from benchmark.demo import children, memory
 from benchmark.environment import environment
 from benchmark.exactness import differing
 from benchmark.interlude import Interludes
+from benchmark.results import Rows
 from benchmark.trainer import Job, Seen
-from demo import children, memory
 from sglang_reshard.errors import ReshardError
 
 _DEADLINE_S = 3600.0
@@ -30,7 +31,7 @@ _DEADLINE_S = 3600.0
 class Found:
     """rows: of what ran. notes: what did not, and why."""
 
-    rows: list[rows.Row] = field(default_factory=list)
+    rows: Rows = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 

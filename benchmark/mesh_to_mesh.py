@@ -11,10 +11,8 @@ checkpoint         `torch.distributed.checkpoint`: `save` to /dev/shm, then `loa
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +26,9 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from benchmark import results
+from benchmark import pages, results
+from benchmark.results import Rows
+from benchmark.world import slowest
 from sglang_reshard import ReshardPlan
 
 RANKS, UPDATES = 4, 9
@@ -57,27 +57,6 @@ CASES = {
     "fsdp=4 -> tp=4, half of the matrices on columns": (FSDP, Layout((RANKS,), (ROWS,), (COLUMNS,))),
     "fsdp=4 -> dp=2 x tp=2": (FSDP, Layout((2, 2), (Replicate(), ROWS), (Replicate(), COLUMNS))),
 }
-
-
-class MoveRow(msgspec.Struct, frozen=True):
-    """One way of one case. Seconds are of a move; None where a figure is not this way's.
-
-    bytes           of all tensors, replicas not counted
-    received_bytes  by the rank that is sent most; least_bytes is what that rank lacks
-    extra_bytes     of the buffers of the rank that has most
-    """
-
-    case: str
-    way: str
-    seconds_median: float
-    seconds_min: float
-    plan_seconds: float | None
-    received_bytes: int | None
-    extra_bytes: int | None
-    tensors: int
-    bytes: int
-    moves: int
-    bit_exact: bool
 
 
 def distributed(layout: Layout, mesh: DeviceMesh, size: Size) -> Tensors:
@@ -114,16 +93,6 @@ def by_checkpoint(folder: Path, source: Tensors, target: Tensors) -> None:
     dcp.load(dict(target), checkpoint_id=folder)
 
 
-def seconds_of(move: Callable[[], object]) -> float:
-    """Returns the time of the slowest rank."""
-    dist.barrier()
-    began = time.perf_counter()
-    move()
-    slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
-
-
 def most(number: int) -> int:
     """Returns the greatest of all ranks' numbers."""
     found = torch.tensor([number])
@@ -131,15 +100,19 @@ def most(number: int) -> int:
     return int(found)
 
 
-def measure_case(case: str, size: Size, moves: int, folder: Path) -> list[MoveRow]:
-    """Collective."""
+def measure_case(case: str, size: Size, moves: int, folder: Path) -> Rows:
+    """Collective. A row for each way.
+
+    bytes           of all tensors, replicas not counted
+    received_bytes  by the rank that is sent most
+    extra_bytes     of the buffers of the rank that has most
+    """
     before, after = CASES[case]
     meshes = {layout.mesh: init_device_mesh("cpu", layout.mesh) for layout in (before, after)}
     source = distributed(before, meshes[before.mesh], size)
     expected, target = (distributed(after, meshes[after.mesh], size) for _ in range(2))
-    plans: list[ReshardPlan] = []
-    plan_seconds = seconds_of(lambda: plans.append(ReshardPlan.make(source.items(), target.items())))
-    ways: dict[str, Callable[[], None]] = {"reshard": plans[0].run}
+    plan, plan_seconds = slowest(lambda: ReshardPlan.make(source.items(), target.items()))
+    ways: dict[str, Callable[[], None]] = {"reshard": plan.run}
     if before.mesh == after.mesh:
         ways["redistribute"] = lambda: by_redistribute(source, target)
     ways["checkpoint"] = lambda: by_checkpoint(folder, source, target)
@@ -149,25 +122,26 @@ def measure_case(case: str, size: Size, moves: int, folder: Path) -> list[MoveRo
         for way, move in ways.items():
             change(source)
             change(expected)
-            seconds[way].append(seconds_of(move))
+            seconds[way].append(slowest(move)[1])
             equal = all(torch.equal(bits(target[name]), bits(wanted)) for name, wanted in expected.items())
             exact[way] &= not most(not equal)
-    plan = plans[0]
-    received, extra = most(plan.received_bytes), most(plan.extra_bytes)
+    of_the_plan = {
+        "plan_seconds": plan_seconds,
+        "received_bytes": most(plan.received_bytes),
+        "extra_bytes": most(plan.extra_bytes),
+    }
     return [
-        MoveRow(
-            case=case,
-            way=way,
-            seconds_median=statistics.median(times[1:]),
-            seconds_min=min(times[1:]),
-            plan_seconds=plan_seconds if way == "reshard" else None,
-            received_bytes=received if way == "reshard" else None,
-            extra_bytes=extra if way == "reshard" else None,
-            tensors=size.tensors,
-            bytes=sum(t.numel() * t.element_size() for t in source.values()),
-            moves=moves,
-            bit_exact=exact[way],
-        )
+        {
+            "case": case,
+            "way": way,
+            "seconds_median": statistics.median(times[1:]),
+            "seconds_min": min(times[1:]),
+            **(of_the_plan if way == "reshard" else dict.fromkeys(of_the_plan)),
+            "tensors": size.tensors,
+            "bytes": sum(t.numel() * t.element_size() for t in source.values()),
+            "moves": moves,
+            "bit_exact": exact[way],
+        }
         for way, times in seconds.items()
     ]
 
@@ -182,19 +156,16 @@ def _worker(rank: int, size: Size, moves: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def measure(size: Size, moves: int) -> list[MoveRow]:
+def measure(size: Size, moves: int) -> Rows:
     """Measures all cases, on ranks of its own."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         mp.spawn(_worker, (size, moves, Path(folder)), nprocs=RANKS)
-        return msgspec.json.decode((Path(folder) / "rows.json").read_bytes(), type=list[MoveRow])
+        return msgspec.json.decode((Path(folder) / "rows.json").read_bytes())
 
 
 def main() -> None:
     rows = measure(Size(), UPDATES)
-    for row in rows:
-        print(f"{row.case}, {row.way}: {row.seconds_median:.3f} s, {'bit-exact' if row.bit_exact else 'DIFFERENT'}")
-    load = f"The host's {os.cpu_count()} cores had a load of {os.getloadavg()[0]:.1f}, this run included."
-    results.save(results.FOLDER / "mesh_to_mesh.json", results.header("python -m benchmark.mesh_to_mesh", [load]), rows)
+    pages.publish("mesh-to-mesh", "python -m benchmark.mesh_to_mesh", rows, [results.load_of_host()])
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ import re
 
 import numpy as np
 
-from benchmark import results
+from benchmark import pages
 from benchmark.gpu import recording
 from benchmark.gpu.recording import Recording
+from benchmark.results import Row
 from sglang_reshard.cli.plan.allocations import segments
 from sglang_reshard.plan import TensorIndex
 
@@ -21,7 +22,7 @@ _HOST = "host"
 _EXPERT = re.compile(r"experts\.\d+\.(gate|up|down)_proj")
 
 
-def opens_of(found: Recording) -> dict[str, object]:
+def opens_of(found: Recording) -> Row:
     """Returns how many allocations an engine rank reads, and how many the trainer ranks have that it reads from."""
     index = TensorIndex.of(found.layout)
     plan = found.read_plan(index, _HOST)
@@ -44,7 +45,7 @@ def opens_of(found: Recording) -> dict[str, object]:
     }
 
 
-def stacked(found: Recording) -> dict[str, object] | None:
+def stacked(found: Recording) -> Row | None:
     """Returns the same for experts that are stacked in memory, as transformers 5 does, from all trainer ranks.
 
     Each rank has a part of every stack then. None for a model without experts.
@@ -81,9 +82,7 @@ def main() -> None:
     rows = [opens_of(found) for found in loaders]
     by_model = {found.model: found for found in loaders}
     rows += [row for found in by_model.values() if (row := stacked(found)) is not None]
-    results.save(results.OPENS, results.header("python -m benchmark.opens", []), rows)
-    for row in rows:
-        print(f"{row['case']}: {row['opened']:,} of {row['allocations']:,} allocations")
+    pages.publish("opens", "python -m benchmark.opens", rows)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import datetime
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 import torch.distributed as dist
 
-from benchmark import matrices, pages, profile, results
+from benchmark import matrices, pages, profile
 from benchmark.matrices import Matrices, MatrixRows
-from benchmark.world import run_world
+from benchmark.results import Row
+from benchmark.world import run_world, sender, updates
 
-RESULT = results.FOLDER / "p2p-rate.json"
 WARMUPS, UPDATES, DEADLINE_S = 3, 15, 300.0
 
 
@@ -66,19 +64,6 @@ CASES = (
 )
 
 
-class RateRow(msgspec.Struct, frozen=True):
-    """One case. seconds: medians; ratio: median of message over update, pair by pair. copy_seconds: pack and unpack"""
-
-    case: str
-    tensors: int
-    bytes: int
-    links: int
-    update_seconds: float
-    message_seconds: float
-    copy_seconds: float
-    ratio: float
-
-
 class Yardstick:
     """A rank's contiguous messages. Trainer ranks come first in the group."""
 
@@ -108,62 +93,44 @@ class Yardstick:
 
 
 def train(trainer: Any, case: Case, folder: str) -> None:
-    from sglang_reshard.api.weight_sender import WeightSender
-
     state = matrices.sharded(case.model, case.trainers, dim=int(case.columns))
-    sender = WeightSender.over(trainer.group, trainer.send, transport="p2p", timeout_s=100)
-    yardstick = None
+    sending, yardstick = sender(trainer, "p2p"), None
     for _ in range(WARMUPS + UPDATES):
         dist.barrier()
-        sender.update(state)
+        sending.update(state)
         yardstick = yardstick or Yardstick(case, folder, trainer=trainer.rank)  # engine ranks wait for requests before
         yardstick.seconds()
-    sender.close()
+    sending.close()
 
 
 def serve(rank: int, ranks: int, requests: Any, case: Case, folder: str) -> list[tuple[float, float, float]]:
     """Returns the seconds of each update's moving phase, and of the messages and the copies after it."""
-    from sglang_reshard.engine.receiver import WeightReceiver
-    from sglang_reshard.engine.targets import TracedModel
-
     watch, yardstick, took = profile.Watch("engine"), None, []
-    receiver = WeightReceiver(TracedModel(MatrixRows(rank, ranks, case.model)), rank, ranks, torch.device("cpu"))
-    for request in requests:
-        requests.answer(receiver.update(request))
+    for _ in updates(MatrixRows(rank, ranks, case.model), rank, ranks, requests):
         yardstick = yardstick or Yardstick(case, folder, engine=rank)
         took.append((watch.updates[-1]["move"][1], *yardstick.seconds()))
     return took
 
 
-def run(case: Case) -> RateRow:
-    from benchmark import p2p_rate
-
+def run(case: Case) -> Row:
+    """Seconds are medians; copy_seconds are of packing and unpacking; ratio is the median of message over update."""
     with tempfile.TemporaryDirectory() as folder:
-        _, engines = run_world(
-            case.trainers, case.engines, p2p_rate.train, p2p_rate.serve, case, folder, deadline_s=DEADLINE_S
-        )
-    slowest = [[max(rank[n][part] for rank in engines) for n in range(WARMUPS, len(engines[0]))] for part in range(3)]
-    updates, messages, copies = slowest
-    ratio = statistics.median(message / update for update, message in zip(updates, messages, strict=True))
-    return RateRow(
-        case.name,
-        case.model.tensors,
-        case.model.nbytes,
-        len(case.links),
-        statistics.median(updates),
-        statistics.median(messages),
-        statistics.median(copies),
-        ratio,
+        sides = case.trainers, case.engines
+        _, engines = run_world("benchmark.p2p_rate", *sides, case, folder, deadline_s=DEADLINE_S)
+    moved, messages, copies = (
+        [max(rank[n][part] for rank in engines) for n in range(WARMUPS, len(engines[0]))] for part in range(3)
     )
-
-
-def main() -> int:
-    rows = [run(case) for case in CASES]
-    results.save(RESULT, results.header("python -m benchmark.p2p_rate", []), rows)
-    pages.write("p2p-rate")
-    print(pages.p2p_rate_lines([msgspec.to_builtins(row) for row in rows]))
-    return 0
+    return {
+        "case": case.name,
+        "tensors": case.model.tensors,
+        "bytes": case.model.nbytes,
+        "links": len(case.links),
+        "update_seconds": statistics.median(moved),
+        "message_seconds": statistics.median(messages),
+        "copy_seconds": statistics.median(copies),
+        "ratio": statistics.median(message / update for update, message in zip(moved, messages, strict=True)),
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    pages.publish("p2p-rate", "python -m benchmark.p2p_rate", [run(case) for case in CASES])

@@ -6,22 +6,19 @@ processes stand in for engine ranks. Seconds are medians of the versions after t
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
-from benchmark import matrices, pages, results
+from benchmark import matrices, pages
 from benchmark.matrices import Matrices, MatrixRows
-from benchmark.world import free_port, run_world
+from benchmark.results import Rows
+from benchmark.world import free_port, run_world, updates
 
-RESULT = results.FOLDER / "parameter-stream.json"
 MODELS = (matrices.DENSE, matrices.MOE)
 WAYS: tuple[tuple[str, int, bool], ...] = (
     ("one by one", 0, False),
@@ -30,19 +27,6 @@ WAYS: tuple[tuple[str, int, bool], ...] = (
     ("buckets of 64 MiB", 64 << 20, False),
 )
 VERSIONS, ENGINES, DEADLINE_S = 6, 2, 500.0
-
-
-class Row(msgspec.Struct, frozen=True):
-    """One model and way of broadcasting. stream_seconds: until all have arrived; commit_seconds: the update after it"""
-
-    model: str
-    tensors: int
-    bytes: int
-    way: str
-    broadcasts: int
-    stream_seconds: float
-    commit_seconds: float
-    bit_exact: bool
 
 
 def _value(number: int, version: int) -> float:
@@ -88,55 +72,35 @@ def train(trainer: Any, model: Matrices, port: int) -> list[dict[str, Any]]:
                 stream.commit(version)
                 committed.append(time.perf_counter() - began)
         if beside:
-            seconds = [statistics.median(took[1:]) for took in (streamed, committed)]
-            found.append({"way": way, "broadcasts": len(cut), "seconds": seconds})
+            stream_s, commit_s = (statistics.median(took[1:]) for took in (streamed, committed))
+            seconds = {"stream_seconds": stream_s, "commit_seconds": commit_s}
+            found.append({"way": way, "broadcasts": len(cut), **seconds})
     if beside:
         stream.close()
     return found
 
 
-def serve(rank: int, ranks: int, requests: Any, model: Matrices, _port: int) -> list[bool]:
-    from sglang_reshard.engine.receiver import WeightReceiver
-    from sglang_reshard.engine.targets import TracedModel
-
-    engine = MatrixRows(rank, ranks, model)
-    receiver = WeightReceiver(TracedModel(engine), rank, ranks, torch.device("cpu"))
-    exact = []
-    for request in requests:
-        requests.answer(receiver.update(request))
+def serve(rank: int, ranks: int, requests: Any, model: Matrices, _port: int) -> bool:
+    """Whether all weights are right after every update."""
+    engine, exact = MatrixRows(rank, ranks, model), True
+    for request in updates(engine, rank, ranks, requests):
         version = int(request.weight_version)
-        exact.append(all((p == _value(n, version)).all() for n, p in enumerate(engine.weights)))
+        exact &= all((p == _value(n, version)).all() for n, p in enumerate(engine.weights))
     return exact
 
 
-def run(model: Matrices) -> list[Row]:
-    from benchmark import parameter_stream  # functions that its processes can import
-
-    (told, _), exact = run_world(
-        2, ENGINES, parameter_stream.train, parameter_stream.serve, model, free_port(), deadline_s=DEADLINE_S
-    )
-    return [
-        Row(
-            model=model.name,
-            tensors=model.tensors,
-            bytes=model.nbytes,
-            way=way["way"],
-            broadcasts=way["broadcasts"],
-            stream_seconds=way["seconds"][0],
-            commit_seconds=way["seconds"][1],
-            bit_exact=all(map(all, exact)),
-        )
-        for way in told
-    ]
+def run(model: Matrices) -> Rows:
+    """A row for each way. stream_seconds: until all have arrived; commit_seconds: of the update after it."""
+    arguments = (model, free_port())
+    (told, _), exact = run_world("benchmark.parameter_stream", 2, ENGINES, *arguments, deadline_s=DEADLINE_S)
+    of_model = {"model": model.name, "tensors": model.tensors, "bytes": model.nbytes}
+    return [{**of_model, **way, "bit_exact": all(exact)} for way in told]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(prog="python -m benchmark.parameter_stream", description=__doc__).parse_args(arguments)
+def main() -> int:
     rows = [row for model in MODELS for row in run(model)]
-    results.save(RESULT, results.header("python -m benchmark.parameter_stream", []), rows)
-    pages.write("parameter-stream")
-    print(pages.TABLES["parameter-stream"].text())
-    return 0 if all(row.bit_exact for row in rows) else 1
+    pages.publish("parameter-stream", "python -m benchmark.parameter_stream", rows)
+    return 0 if all(row["bit_exact"] for row in rows) else 1
 
 
 if __name__ == "__main__":

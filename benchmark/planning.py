@@ -17,8 +17,9 @@ from typing import TypeVar
 
 import msgspec
 
-from benchmark import results
+from benchmark import pages
 from benchmark.deepseek_v3 import copies, fsdp_layout
+from benchmark.results import Row
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.layout.content_addressed import pack_blob
 from sglang_reshard.plan import ClusterTopology, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
@@ -46,32 +47,6 @@ class Case(msgspec.Struct, frozen=True):
 CASES = (Case(32, False), Case(32, True), Case(8, False))
 
 
-class PlanningRow(msgspec.Struct, frozen=True):
-    """One whole plan.
-
-    boxes             that all engine ranks take in
-    bytes             of the checkpoint; received_bytes is what an engine rank lacks of it, the median
-    peak_bytes        the most memory that the process had, libraries included
-    layout_bytes ...  compressed, as they go through the session: the layout, what engine ranks tell each other
-                      of their needs, and all their orders to trainer ranks
-    """
-
-    case: str
-    tensors: int
-    pieces: int
-    boxes: int
-    bytes: int
-    received_bytes: int
-    seconds: float
-    seconds_by_step: dict[str, float]
-    peak_bytes: int
-    layout_bytes: int
-    needs_bytes: int
-    orders_bytes: int
-    transport: str
-    transport_reason: str
-
-
 class Clock:
     """Adds up the seconds of what is run through it, by name."""
 
@@ -85,8 +60,15 @@ class Clock:
         return found
 
 
-def measure(case: Case) -> PlanningRow:
-    """In this process; its peak memory is the row's."""
+def measure(case: Case) -> Row:
+    """Makes one whole plan in this process.
+
+    boxes           that all engine ranks take in
+    bytes           of the checkpoint; received_bytes is what an engine rank lacks of it, the median
+    peak_bytes      the most memory that the process had, libraries included
+    layout_bytes, needs_bytes, orders_bytes  compressed, as they go through the session: the layout, what engine ranks
+                    tell each other of their needs, and all their orders to trainer ranks
+    """
     clock = Clock()
     trainer_hosts = tuple(f"host {t // RANKS_A_HOST}" for t in range(TRAINERS))
     trainer_gpus = tuple(RankGpuInfo(f"GPU {t % RANKS_A_HOST} of {host}") for t, host in enumerate(trainer_hosts))
@@ -106,22 +88,22 @@ def measure(case: Case) -> PlanningRow:
     setting = ClusterTopology.of(needs, trainer_hosts, trainer_gpus)
     choice = clock("choice and groups", lambda: choose_strategy("auto", catalog, needs, setting, BUCKET_BYTES))
     clock("digest", choice.digest)
-    return PlanningRow(
-        case=case.name,
-        tensors=len(layout.tensors),
-        pieces=catalog.num_shards,
-        boxes=boxes,
-        bytes=sum(t.spec.nbytes for t in layout.tensors),
-        received_bytes=int(statistics.median(need.least_bytes for need in needs)),
-        seconds=sum(clock.seconds.values()),
-        seconds_by_step={name: round(seconds, 3) for name, seconds in clock.seconds.items()},
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        layout_bytes=layout_bytes,
-        needs_bytes=sum(len(need.shards) for need in needs),
-        orders_bytes=orders_bytes,
-        transport=choice.name,
-        transport_reason=choice.reason,
-    )
+    return {
+        "case": case.name,
+        "tensors": len(layout.tensors),
+        "pieces": catalog.num_shards,
+        "boxes": boxes,
+        "bytes": sum(t.spec.nbytes for t in layout.tensors),
+        "received_bytes": int(statistics.median(need.least_bytes for need in needs)),
+        "seconds": sum(clock.seconds.values()),
+        "seconds_by_step": {name: round(seconds, 3) for name, seconds in clock.seconds.items()},
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "layout_bytes": layout_bytes,
+        "needs_bytes": sum(len(need.shards) for need in needs),
+        "orders_bytes": orders_bytes,
+        "transport": choice.name,
+        "transport_reason": choice.reason,
+    }
 
 
 def _orders_bytes(taken: ReadPlan) -> int:
@@ -137,9 +119,8 @@ def main() -> None:
     for case in CASES:
         command = [sys.executable, "-m", "benchmark.planning", msgspec.json.encode(case).decode()]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=_DEADLINE_S)
-        rows.append(row := msgspec.json.decode(done.stdout, type=PlanningRow))
-        print(f"{row.case}: {row.seconds:.1f} s on one core, {row.peak_bytes / 1e9:.2f} GB, {row.transport}")
-    results.save(results.PLANNING, results.header("python -m benchmark.planning", []), rows)
+        rows.append(msgspec.json.decode(done.stdout))
+    pages.publish("planning", "python -m benchmark.planning", rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from benchmark import results
-from benchmark.tables import by_case
+from benchmark.pages import grouped
 
 _COLORS = {
     "ipc": "tab:blue",
@@ -24,9 +24,9 @@ _WIDTH, _HEIGHT = 3.4, 2.8  # inches of one panel
 
 def plot_paths(rows: results.Rows, path: Path) -> None:
     """A panel for each case: median seconds of every path as bars, log scale, and the copy limit as a line."""
-    cases = by_case(rows)
+    cases = grouped(rows, "case")
     figure, axes = _panels(len(cases))
-    for ax, (case, of_case) in zip(axes, cases.items(), strict=True):
+    for ax, of_case in zip(axes, cases, strict=True):
         names = [row["path"] for row in of_case]
         seconds = [row["seconds_median"] for row in of_case]
         bars = ax.bar(names, seconds, color=[_COLORS.get(name, "black") for name in names])
@@ -35,7 +35,8 @@ def plot_paths(rows: results.Rows, path: Path) -> None:
         ax.axhline(limit, color="black", linestyle="--", linewidth=1, label=f"copy limit {limit:.3g} s")
         ax.set_yscale("log")
         ax.set_ylim(limit / 2, max(seconds) * 3)
-        ax.set_title(f"{case}\n{of_case[0]['tensors']:,} tensors, {of_case[0]['bytes'] / 1e6:,.0f} MB", fontsize=8)
+        size = f"{of_case[0]['tensors']:,} tensors, {of_case[0]['bytes'] / 1e6:,.0f} MB"
+        ax.set_title(f"{of_case[0]['case']}\n{size}", fontsize=8)
         ax.legend(fontsize=7)
     axes[0].set_ylabel("seconds per update, median", fontsize=8)
     figure.savefig(path, dpi=120)
@@ -43,9 +44,9 @@ def plot_paths(rows: results.Rows, path: Path) -> None:
 
 def plot_scaling(rows: results.Rows, path: Path) -> None:
     """A panel for each curve: median seconds of every transport against what is varied, both log scale."""
-    curves = by_case(rows)
+    curves = grouped(rows, "case")
     figure, axes = _panels(len(curves))
-    for ax, (curve, of_curve) in zip(axes, curves.items(), strict=True):
+    for ax, of_curve in zip(axes, curves, strict=True):
         key = of_curve[0]["against"]
         for name in dict.fromkeys(row["path"] for row in of_curve):
             points = sorted((row[key], row["seconds_median"]) for row in of_curve if row["path"] == name)
@@ -56,7 +57,7 @@ def plot_scaling(rows: results.Rows, path: Path) -> None:
         ax.set_xticks(values, [_short(value) for value in values])
         ax.xaxis.set_minor_locator(NullLocator())
         ax.set_xlabel(_axis(key), fontsize=8)
-        ax.set_title(curve.removeprefix("scaling: "), fontsize=8)
+        ax.set_title(of_curve[0]["case"].removeprefix("scaling: "), fontsize=8)
         ax.legend(fontsize=7)
     axes[0].set_ylabel("seconds per update, median", fontsize=8)
     figure.savefig(path, dpi=120)

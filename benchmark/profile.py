@@ -15,20 +15,18 @@ import functools
 import io
 import pstats
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 
 from benchmark import matrices, pages, profile_live, results
 from benchmark.matrices import Matrices, MatrixRows
-from benchmark.world import run_world
+from benchmark.results import Rows
+from benchmark.world import run_world, sender
 
-RESULT = results.FOLDER / "profile.json"
 WARMUPS, UPDATES, DEADLINE_S = 3, 15, 300.0
 
 
@@ -72,18 +70,6 @@ STEPS: tuple[tuple[str, str, str, str, str], ...] = (
 
 
 Updates = list[dict[str, list[float]]]
-
-
-class Row(msgspec.Struct, frozen=True):
-    """One step of one case, on the rank that takes longest. calls: in a warm update"""
-
-    case: str
-    side: str
-    step: str
-    calls: float
-    warm_seconds: float
-    warm_cpu_seconds: float
-    first_seconds: float
 
 
 class Watch:
@@ -139,15 +125,13 @@ Seen = tuple[Updates, str]
 
 
 def train(trainer: Any, case: Case, functions: int) -> Seen:
-    from sglang_reshard.api.weight_sender import WeightSender
-
     watch, profile = Watch("trainer"), Functions(functions, trainer.rank == 0)
     state = matrices.sharded(case.model, case.trainers)
-    sender = WeightSender.over(trainer.group, trainer.send, transport=case.transport, timeout_s=100)
+    sending = sender(trainer, case.transport)
     for number in range(1 + WARMUPS + UPDATES):
         torch.distributed.barrier()
-        profile.run(number > WARMUPS, lambda: sender.update(state))
-    sender.close()
+        profile.run(number > WARMUPS, lambda: sending.update(state))
+    sending.close()
     return watch.updates, profile.text()
 
 
@@ -163,19 +147,19 @@ def serve(rank: int, ranks: int, requests: Any, case: Case, functions: int) -> S
     return watch.updates, profile.text()
 
 
-def run(case: Case, functions: int = 0) -> tuple[list[Row], list[str]]:
+def run(case: Case, functions: int = 0) -> tuple[Rows, list[str]]:
     """Returns the rows of a case, and the functions that were asked for."""
-    from benchmark import profile
-
-    trainers, engines = run_world(
-        case.trainers, case.engines, profile.train, profile.serve, case, functions, deadline_s=DEADLINE_S
-    )
+    sides = case.trainers, case.engines
+    trainers, engines = run_world("benchmark.profile", *sides, case, functions, deadline_s=DEADLINE_S)
     updates = {"trainer": [u for u, _ in trainers], "engine": [u for u, _ in engines]}
     return rows_of(case.name, updates), [text for _, text in (*trainers, *engines) if text]
 
 
-def rows_of(case: str, updates: Mapping[str, Sequence[Updates]]) -> list[Row]:
-    """Returns the rows of a case, from its sides' ranks' updates."""
+def rows_of(case: str, updates: Mapping[str, Sequence[Updates]]) -> Rows:
+    """Returns the rows of a case, from its sides' ranks' updates: of each step on the rank that takes longest.
+
+    calls  in a warm update
+    """
     rows = []
     for side, ranks in updates.items():
         for step in [step for of, step, *_ in STEPS if of == side]:
@@ -185,7 +169,8 @@ def rows_of(case: str, updates: Mapping[str, Sequence[Updates]]) -> list[Row]:
             slowest = max(by_rank, key=lambda pair: pair[1][1])
             first = max(pair[0][1] for pair in by_rank)
             calls, wall, cpu = slowest[1]
-            rows.append(Row(case, side, step, calls, wall, cpu, first))
+            seconds = {"warm_seconds": wall, "warm_cpu_seconds": cpu, "first_seconds": first}
+            rows.append({"case": case, "side": side, "step": step, "calls": calls, **seconds})
     return rows
 
 
@@ -196,26 +181,23 @@ def _of_step(updates: Updates, step: str) -> tuple[list[float], list[float]]:
     return taken[0], [statistics.median(column) for column in zip(*taken[1 + WARMUPS :], strict=True)]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmark.profile", description=__doc__)
     parser.add_argument(
         "cases", nargs="*", choices=[[], *CASES, *profile_live.CASES], help="by default all, which are written down"
     )
     parser.add_argument("--functions", type=int, default=0, metavar="N")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     found = [
         run(CASES[name], options.functions) if name in CASES else (profile_live.run(name), [])
         for name in options.cases or (*CASES, *profile_live.CASES)
     ]
     rows = [row for of_case, _ in found for row in of_case]
-    if not options.cases and not options.functions:
-        results.save(RESULT, results.header("python -m benchmark.profile", []), rows)
-        pages.write("profile")
-    print(pages.profile_lines([msgspec.to_builtins(row) for row in rows]))
+    out = results.REPOSITORY / "build" / "profile.json" if options.cases or options.functions else None
+    pages.publish("profile", "python -m benchmark.profile", rows, out=out)
     for _, texts in found:
         print("\n".join(texts))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -18,11 +18,12 @@ import torch.distributed as dist
 
 from benchmark import launcher, paths, trainer
 from benchmark.cases import QUICK_CASES, Effort
+from benchmark.results import Rows
 from benchmark.weights import Weights
-from oracle.digests import read_live_digests, write_json
+from tools.oracle.digests import read_live_digests, write_json
 
 if TYPE_CHECKING:
-    from benchmark.profile import Row, Updates, Watch
+    from benchmark.profile import Updates, Watch
 
 LOADER = "benchmark.profile_live.watch_engine_rank"
 CASES = {f"live-{kind}": case for kind, case in zip(("dense", "moe"), QUICK_CASES, strict=True)}
@@ -38,7 +39,7 @@ def watch_engine_rank(model: torch.nn.Module, named_tensors: Any) -> None:
     write_json(_watches[0].updates, named_tensors)
 
 
-def run(name: str) -> list[Row]:
+def run(name: str) -> Rows:
     from benchmark.profile import rows_of
 
     case = CASES[name]

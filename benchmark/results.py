@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
 from collections.abc import Sequence
@@ -13,16 +14,15 @@ import msgspec
 import torch
 
 from benchmark.commit import commit
-from demo import host
+from benchmark.demo import host
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent / "results"
 BENCH, QUICK, SCALING = FOLDER / "bench.json", FOLDER / "bench-quick.json", FOLDER / "scaling.json"
-PLANNING = FOLDER / "planning.json"
-OPENS = FOLDER / "opens.json"
 
 Head = dict[str, Any]
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+Rows = list[Row]
 
 
 def header(command: str, notes: Sequence[str]) -> dict[str, Any]:
@@ -41,6 +41,10 @@ def header(command: str, notes: Sequence[str]) -> dict[str, Any]:
         "command": command,
         "notes": list(notes),
     }
+
+
+def load_of_host() -> str:
+    return f"The host's {os.cpu_count()} cores had a load of {os.getloadavg()[0]:.1f}, this run included."
 
 
 def save(path: Path, head: dict[str, Any], rows: Sequence[msgspec.Struct | dict[str, Any]]) -> None:

@@ -6,17 +6,14 @@ The model and the soak are those of `test/support/revocation`, of which `test/un
 from __future__ import annotations
 
 import os
-import sys
 
-from benchmark import results
-
-PATH = results.FOLDER / "revocation.json"
-COMMAND = "python -m benchmark.revocation"
+from benchmark import pages, results
+from benchmark.world import find_tests
 
 
 def main() -> None:
     folder = str(results.REPOSITORY / "test")
-    sys.path.insert(0, folder)
+    find_tests()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))  # of the soak's
     from support.revocation.explore import explore
     from support.revocation.soak import soak
@@ -31,7 +28,7 @@ def main() -> None:
     for transport, updates in SOAKED.items():
         rows.append({"kind": "soak", "transport": transport, "updates": updates, **soak(updates, transport, 0, 3000.0)})
         print(rows[-1], flush=True)
-    results.save(PATH, results.header(COMMAND, []), rows)
+    pages.publish("revocation", "python -m benchmark.revocation", rows)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 from rich.console import Console
 
+from benchmark.results import Row, Rows
 from benchmark.rows import percentile
 from benchmark.world import run_world
 
@@ -69,37 +69,14 @@ CURVES = (
 QUICK_CURVES = (Curve("scaling: tensors, 10 MB", "tensors", (100, 1_000), Point(0, 10 * _MB, 2, 2)),)
 
 
-class ScalingRow(msgspec.Struct, frozen=True):
-    """One transport at one point of a curve. control: the medians of all of an update but moving bytes."""
-
-    case: str
-    against: str
-    path: str
-    tensors: int
-    bytes: int
-    trainers: int
-    engine_tp: int
-    updates: int
-    seconds_median: float
-    seconds_p95: float
-    move_seconds: float
-    control_seconds: float
-    first_seconds: float
-    exact: bool
-
-
-def run(curves: Sequence[Curve], console: Console) -> tuple[list[ScalingRow], list[str]]:
+def run(curves: Sequence[Curve], console: Console) -> tuple[Rows, list[str]]:
     """The rows, and notes on what was refused."""
-    from benchmark import stand_ins
-
-    found: list[ScalingRow] = []
+    found: Rows = []
     notes: list[str] = []
     for curve in curves:
         for point in curve.points():
-            arguments = (point, TRANSPORTS, WARMUPS + UPDATES)
-            trainers, engines = run_world(
-                point.trainers, point.engine_tp, stand_ins.train, stand_ins.serve, *arguments, deadline_s=_DEADLINE_S
-            )
+            arguments = (point.trainers, point.engine_tp, point, TRANSPORTS, WARMUPS + UPDATES)
+            trainers, engines = run_world("benchmark.stand_ins", *arguments, deadline_s=_DEADLINE_S)
             here = []
             for seen in trainers[0]:
                 if seen.refused:
@@ -107,29 +84,28 @@ def run(curves: Sequence[Curve], console: Console) -> tuple[list[ScalingRow], li
                 else:
                     exact = all(seen.transport in right for right in engines)
                     here.append(_row(curve, point, seen, exact))
-            told = ", ".join(f"{row.path} {row.seconds_median:.4f} s" for row in here)
+            told = ", ".join(f"{row['path']} {row['seconds_median']:.4f} s" for row in here)
             console.print(f"{curve.name}: {getattr(point, curve.against):,}: {told}", highlight=False)
             found += here
     return found, list(dict.fromkeys(notes))
 
 
-def _row(curve: Curve, point: Point, seen: Any, exact: bool) -> ScalingRow:
-    seconds = seen.seconds[WARMUPS:]
-    moves = [phases["move"] for phases in seen.phases[WARMUPS:]]
-    controls = [phases["total"] - phases["move"] for phases in seen.phases[WARMUPS:]]
-    return ScalingRow(
-        case=curve.name,
-        against=curve.against,
-        path=seen.transport,
-        tensors=point.tensors,
-        bytes=2 * math.prod(point.shape) * point.tensors,
-        trainers=point.trainers,
-        engine_tp=point.engine_tp,
-        updates=len(seconds),
-        seconds_median=statistics.median(seconds),
-        seconds_p95=percentile(seconds, 95),
-        move_seconds=statistics.median(moves),
-        control_seconds=statistics.median(controls),
-        first_seconds=seen.seconds[0],
-        exact=exact,
-    )
+def _row(curve: Curve, point: Point, seen: Any, exact: bool) -> Row:
+    """One transport at one point of a curve. control: of all of an update but moving bytes. Medians."""
+    seconds, phases = seen.seconds[WARMUPS:], seen.phases[WARMUPS:]
+    return {
+        "case": curve.name,
+        "against": curve.against,
+        "path": seen.transport,
+        "tensors": point.tensors,
+        "bytes": 2 * math.prod(point.shape) * point.tensors,
+        "trainers": point.trainers,
+        "engine_tp": point.engine_tp,
+        "updates": len(seconds),
+        "seconds_median": statistics.median(seconds),
+        "seconds_p95": percentile(seconds, 95),
+        "move_seconds": statistics.median(of["move"] for of in phases),
+        "control_seconds": statistics.median(of["total"] - of["move"] for of in phases),
+        "first_seconds": seen.seconds[0],
+        "exact": exact,
+    }

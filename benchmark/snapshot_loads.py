@@ -21,40 +21,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import psutil
 import torch
 
 from benchmark import pages, results
+from benchmark.results import Rows
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.extras.snapshots.folders import LocalFolder, listed
 from sglang_reshard.testing import cpu_host
 from support.servers import launch, serving
 from support.snapshot_writer import write_tensors
 
-RESULT = results.FOLDER / "snapshot-loads.json"
 TPS, REPEATS = (2, 4), 5
 HIDDEN, LAYERS, VOCAB = 2048, 8, 32_000
 Load = Callable[[RemoteEngine, Path, int], None]
-
-
-class Row(msgspec.Struct, frozen=True):
-    """One way, cold or warm. Seconds: median and range.
-
-    call_bytes            that the rank that read most has read by system calls; mapped files are read without
-    read_bytes, disk_bytes   from the disk, by the rank that read most and by all
-    """
-
-    tp: int
-    way: str
-    cold: bool
-    nbytes: int
-    seconds: float
-    shortest: float
-    longest: float
-    call_bytes: int
-    read_bytes: int
-    disk_bytes: int
 
 
 def _snapshot(staged: bool) -> Load:
@@ -77,7 +57,7 @@ def _model(folder: Path) -> dict[str, torch.Tensor]:
     """Writes a model's configuration; returns its tensors, in bfloat16."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from demo import tiny_model
+    from benchmark.demo import tiny_model
 
     tiny_model.save(folder, 2, 2)  # a tokenizer
     config = Qwen3Config(
@@ -112,7 +92,12 @@ def _ranks() -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if "scheduler" in " ".join(p.cmdline())]
 
 
-def _measure(folder: Path, tp: int, nbytes: int, places: list[tuple[Path, int]]) -> list[Row]:
+def _measure(folder: Path, tp: int, nbytes: int, places: list[tuple[Path, int]]) -> Rows:
+    """A row for each way, cold or warm. Seconds: median and range.
+
+    call_bytes               that the rank that read most has read by system calls; mapped files are read without
+    read_bytes, disk_bytes   from the disk, by the rank that read most and by all
+    """
     command = launch(folder / "model", tp, "--dtype", "bfloat16")
     rows = []
     with serving(command, cpu_host.environment(tp), folder / f"log-{tp}") as url:
@@ -139,12 +124,14 @@ def _measure(folder: Path, tp: int, nbytes: int, places: list[tuple[Path, int]])
                         found.setdefault((way, cold), []).append((seconds, max(calls), max(disk), sum(disk)))
         for (way, cold), runs in found.items():
             times = [run[0] for run in runs]
-            medians = (int(statistics.median(run[column] for run in runs)) for column in (1, 2, 3))
-            rows.append(Row(tp, way, cold, nbytes, statistics.median(times), min(times), max(times), *medians))
+            medians = [int(statistics.median(run[column] for run in runs)) for column in (1, 2, 3)]
+            bytes_read = dict(zip(("call_bytes", "read_bytes", "disk_bytes"), medians, strict=True))
+            seconds_of = {"seconds": statistics.median(times), "shortest": min(times), "longest": max(times)}
+            rows.append({"tp": tp, "way": way, "cold": cold, "nbytes": nbytes, **seconds_of, **bytes_read})
     return rows
 
 
-def main(out: Path) -> None:
+def main(out: Path | None) -> None:
     with tempfile.TemporaryDirectory(dir=results.REPOSITORY / "build") as temporary:
         folder = Path(temporary)
         (folder / "model").mkdir()
@@ -157,13 +144,10 @@ def main(out: Path) -> None:
         places = [(folder / "run" / entry.name, entry.publication) for entry in snapshots.entries()]
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         rows = [row for tp in TPS for row in _measure(folder, tp, nbytes, places)]
-    results.save(out, results.header("make bench-snapshots", []), rows)
-    if out == RESULT:
-        pages.write("snapshot-loads")
-    print(pages.snapshot_loads(out))
+    pages.publish("snapshot-loads", "make bench-snapshots", rows, out=out)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmark.snapshot_loads", description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, help="another file for the results; no document is written then")
     main(parser.parse_args().out)

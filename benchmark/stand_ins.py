@@ -10,10 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmark.scaling import Point
-from benchmark.slowest import slowest
-from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
+from benchmark.world import sender, slowest, updates
 from sglang_reshard.errors import ReshardError
 
 
@@ -46,7 +43,7 @@ class Rank(torch.nn.Module):
             parameter.data.copy_(loaded.narrow(dim, self._rank * part, part))
 
 
-def train(trainer: Any, point: Point, transports: tuple[str, ...], updates: int) -> list[Transported]:
+def train(trainer: Any, point: Point, transports: tuple[str, ...], count: int) -> list[Transported]:
     mesh = init_device_mesh("cpu", (trainer.size,))
     rows, columns = point.shape
     state = {
@@ -55,23 +52,23 @@ def train(trainer: Any, point: Point, transports: tuple[str, ...], updates: int)
         )
         for i in range(point.tensors)
     }
-    return [_updates(trainer, transport, state, updates) for transport in transports]
+    return [_updates(trainer, transport, state, count) for transport in transports]
 
 
-def _updates(trainer: Any, transport: str, state: dict[str, DTensor], updates: int) -> Transported:
-    sender = WeightSender.over(trainer.group, trainer.send, transport=transport, timeout_s=300)
+def _updates(trainer: Any, transport: str, state: dict[str, DTensor], count: int) -> Transported:
+    sending = sender(trainer, transport)
     seen = Transported(transport, [], [])
     try:
-        for update in range(updates):
+        for update in range(count):
             for i, tensor in enumerate(state.values()):
                 tensor.to_local().fill_(value(update, i, trainer.rank))
-            report, seconds = slowest(lambda: sender.update(state.items()))
+            report, seconds = slowest(lambda: sending.update(state.items()))
             seen.seconds.append(seconds)
             seen.phases.append(report.seconds)
     except ReshardError as error:
         return Transported(transport, [], [], str(error))
     finally:
-        sender.close()
+        sending.close()
     return seen
 
 
@@ -80,16 +77,12 @@ def value(update: int, tensor: int, trainer_rank: int) -> float:
     return float((7 * update + 3 * tensor + trainer_rank) % 251)
 
 
-def serve(rank: int, size: int, requests: Any, point: Point, transports: tuple[str, ...], updates: int) -> set[str]:
+def serve(rank: int, size: int, requests: Any, point: Point, _transports: tuple[str, ...], count: int) -> set[str]:
     """The transports after whose last update this rank had what it should have."""
-    model = Rank(rank, size, point)
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
-    right = set()
-    for request in requests:
-        output = receiver.update(request)
-        if output.success and request.update == updates and _is_right(model, point, updates - 1, len(request.handles)):
+    model, right = Rank(rank, size, point), set()
+    for request in updates(model, rank, size, requests):
+        if request.update == count and _is_right(model, point, count - 1, len(request.handles)):
             right.add(request.transport)
-        requests.answer(output)
     return right
 
 

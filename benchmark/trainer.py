@@ -18,10 +18,10 @@ from benchmark import exactness, paths, stock, timing
 from benchmark.cases import Case, Effort
 from benchmark.interlude import ask_for_copies
 from benchmark.weights import Weights
-from oracle.digests import LOADER
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.patches.launch import without_torchrun_variables
 from sglang_reshard.testing import cpu_host
+from tools.oracle.digests import LOADER
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -20,29 +20,11 @@ import psutil
 from benchmark.control import words
 from benchmark.control.bare_client import BareClient
 from benchmark.control.words import Words
+from benchmark.results import Row
 from sglang_reshard.control import Address, ControlServer
 
 ENGINE_RANKS = 8
 WARMUPS, UPDATES = 2, 8
-
-
-class ControlRow(msgspec.Struct, frozen=True):
-    """One number of ranks. Seconds are of an update, from the first trainer rank's call to the last one's return.
-
-    server_cpu_seconds   of the control server's process, in an update
-    messages             requests to the control server in an update
-    server_bytes_a_rank  by which the server's resident memory has grown after all updates, by the number of ranks
-    """
-
-    trainer_ranks: int
-    engines: int
-    engine_ranks: int
-    verify: bool
-    seconds_median: float
-    seconds_max: float
-    server_cpu_seconds: float
-    messages: int
-    server_bytes_a_rank: int
 
 
 class Ranks:
@@ -102,7 +84,13 @@ def _serve(link: Connection) -> None:
     server.close()
 
 
-def measure(trainer_ranks: int, engines: int, verify: bool, updates: int = UPDATES) -> ControlRow:
+def measure(trainer_ranks: int, engines: int, verify: bool, updates: int = UPDATES) -> Row:
+    """Seconds are of an update, from the first trainer rank's call to the last one's return.
+
+    server_cpu_seconds   of the control server's process, in an update
+    messages             requests to the control server in an update
+    server_bytes_a_rank  by which the server's resident memory has grown after all updates, by the number of ranks
+    """
     context = multiprocessing.get_context("forkserver")
     link, theirs = context.Pipe()
     server = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -113,7 +101,7 @@ def measure(trainer_ranks: int, engines: int, verify: bool, updates: int = UPDAT
         link.send("now")
         return link.recv()
 
-    async def run() -> ControlRow:
+    async def run() -> Row:
         address = msgspec.convert(link.recv(), Address)
         _, bytes_before = now()
         ranks = Ranks(trainer_ranks, engines, verify)
@@ -124,17 +112,17 @@ def measure(trainer_ranks: int, engines: int, verify: bool, updates: int = UPDAT
         seconds = [await ranks.update(WARMUPS + number) for number in range(1, updates + 1)]
         cpu_after, bytes_after = now()
         ranks.close()
-        return ControlRow(
-            trainer_ranks=trainer_ranks,
-            engines=engines,
-            engine_ranks=ENGINE_RANKS,
-            verify=verify,
-            seconds_median=statistics.median(seconds),
-            seconds_max=max(seconds),
-            server_cpu_seconds=(cpu_after - cpu_before) / updates,
-            messages=ranks.messages.total(),
-            server_bytes_a_rank=(bytes_after - bytes_before) // (trainer_ranks + engines * ENGINE_RANKS),
-        )
+        return {
+            "trainer_ranks": trainer_ranks,
+            "engines": engines,
+            "engine_ranks": ENGINE_RANKS,
+            "verify": verify,
+            "seconds_median": statistics.median(seconds),
+            "seconds_max": max(seconds),
+            "server_cpu_seconds": (cpu_after - cpu_before) / updates,
+            "messages": ranks.messages.total(),
+            "server_bytes_a_rank": (bytes_after - bytes_before) // (trainer_ranks + engines * ENGINE_RANKS),
+        }
 
     try:
         return asyncio.run(run())

@@ -8,14 +8,12 @@ links    a Qwen3 of 50 million parameters that is trained on one host, and sent 
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
@@ -23,13 +21,13 @@ from benchmark import pages, plots, results
 from benchmark.deltas.job import Job, Way
 from benchmark.deltas.training import SMALL, Trainer, changed_share
 from benchmark.hosts.__main__ import run
+from benchmark.results import Row, Rows
 
-if str(results.REPOSITORY / "test") not in sys.path:  # hosts and verl runs are the tests'
-    sys.path[:0] = [str(results.REPOSITORY / "test"), str(results.REPOSITORY / "test" / "verl")]
+sys.path.insert(0, str(results.REPOSITORY / "test"))  # hosts, and runs of verl
+sys.path.insert(0, str(results.REPOSITORY / "test" / "verl"))
 
 from support.hosts import Host, laboratory, why_not
 
-RESULT = results.FOLDER / "deltas.json"
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
 STEPS_BEFORE, STEPS, GRPO_STEPS = 200, 100, 6
 RATES = ("1gbit", "100mbit")
@@ -40,48 +38,7 @@ SEVERAL = (Way("nixl", "off", True), Way("nixl", "auto", True))  # receivers pas
 _DEADLINE_S = 900.0
 
 
-class Changes(msgspec.Struct, frozen=True):
-    """Shares of bfloat16 elements that change in a step, of the last half of a run's steps."""
-
-    run: str
-    learning_rate: float
-    steps: int
-    changed_median: float
-    changed_max: float
-
-
-class Link(msgspec.Struct, frozen=True):
-    """One way over one kind of link. Medians of updates; received_bytes by one receiver; publish includes encoding."""
-
-    rate: str
-    receivers: int
-    transport: str
-    relay: bool
-    delta: str
-    learning_rate: float
-    model_bytes: int
-    received_bytes: int
-    changed: float | None
-    seconds: float
-    publish_seconds: float
-    compare_seconds: float
-    move_seconds: float
-    updates: int
-    bit_exact: bool
-
-
-class Meanwhile(msgspec.Struct, frozen=True):
-    """Training steps beside an update in the background, over one kind of link. Medians."""
-
-    rate: str
-    transport: str
-    delta: str
-    step_seconds: float
-    meanwhile_seconds: float
-    steps_meanwhile: int
-
-
-def supervised() -> Iterator[Changes]:
+def supervised() -> Iterator[Row]:
     trainer = Trainer(SMALL, STEPS_BEFORE)
     for learning_rate in LEARNING_RATES:
         trainer.begin(learning_rate)
@@ -93,7 +50,7 @@ def supervised() -> Iterator[Changes]:
         yield _changes("supervised", learning_rate, shares)
 
 
-def grpo() -> Changes:
+def grpo() -> Row:
     from support.verl_host import run_ppo, verl_folder
     from test_ppo import APART, FOUR_ANSWERS
 
@@ -105,13 +62,21 @@ def grpo() -> Changes:
     return _changes("GRPO", LOW, [step["reshard/changed_share"] for step in run.steps])
 
 
-def _changes(run: str, learning_rate: float, shares: Sequence[float]) -> Changes:
+def _changes(run: str, learning_rate: float, shares: Sequence[float]) -> Row:
+    """Shares of bfloat16 elements that change in a step, of the last half of a run's steps."""
     last = shares[len(shares) // 2 :]
-    return Changes(run, learning_rate, len(shares), statistics.median(last), max(last))
+    most = {"changed_median": statistics.median(last), "changed_max": max(last)}
+    return {"run": run, "learning_rate": learning_rate, "steps": len(shares), **most}
 
 
-def over_links(rate: str, receivers: int, ways: tuple[Way, ...]) -> Iterator[Link | Meanwhile]:
-    with laboratory(1 + receivers, rate=rate, names_lead_to_loopback=False) as hosts, _folder() as folder:
+def over_links(rate: str, receivers: int, ways: tuple[Way, ...]) -> Iterator[Row]:
+    """Yields a row for each way: of updates, or of training steps beside an update in the background. Medians.
+
+    received_bytes  by one receiver
+    publish         includes encoding
+    """
+    with laboratory(1 + receivers, rate=rate, names_lead_to_loopback=False) as hosts, TemporaryDirectory() as found:
+        folder = Path(found)
         job = Job(str(folder), hosts[0].address, ways, receivers=receivers)
         placed: list[tuple[str, msgspec.Struct, Host]] = [("train", job, hosts[0])]
         placed += [("receive", msgspec.structs.replace(job, rank=n), hosts[1 + n]) for n in range(receivers)]
@@ -120,56 +85,44 @@ def over_links(rate: str, receivers: int, ways: tuple[Way, ...]) -> Iterator[Lin
         for way, of_way in zip(ways, timed, strict=True):
             reports = [report for of_update in of_way["reports"] for report in of_update]
             ranks = [report["engine_ranks"][0] for report in reports]
+            row: Row = {"rate": rate, "transport": way.transport, "delta": way.delta}
             if way.background:
-                step, meanwhile = statistics.median(of_way["alone"]), of_way["meanwhile"]
-                yield Meanwhile(rate, way.transport, way.delta, step, statistics.median(meanwhile), len(meanwhile))
+                medians = [statistics.median(of_way[name]) for name in ("alone", "meanwhile")]
+                row |= dict(zip(("step_seconds", "meanwhile_seconds"), medians, strict=True))
+                yield {**row, "steps_meanwhile": len(of_way["meanwhile"])}
                 continue
-            exact = [(folder / f"exact-{way.name}-{n}").read_text() == "True" for n in range(receivers)]
-            publish, compare, move = (
-                statistics.median(report["seconds"].get(phase, 0.0) for report in reports)
-                for phase in ("publish", "compare", "move")
-            )
-            yield Link(
-                rate,
-                receivers,
-                way.transport,
-                way.relay,
-                way.delta,
-                way.learning_rate,
-                reports[0]["trainer_ranks"][0]["shard_bytes"],
-                round(statistics.median(rank["received_bytes"] for rank in ranks)),
-                statistics.median(r["changed"] / r["compared"] for r in ranks) if ranks[0]["compared"] else None,
-                statistics.median(of_way["seconds"]),
-                publish,
-                compare,
-                move,
-                job.updates,
-                all(exact),
-            )
+            for phase in ("publish", "compare", "move"):
+                seconds = statistics.median(report["seconds"].get(phase, 0.0) for report in reports)
+                row[f"{phase}_seconds"] = seconds
+            changed = [r["changed"] / r["compared"] for r in ranks] if ranks[0]["compared"] else []
+            yield {
+                **row,
+                "receivers": receivers,
+                "relay": way.relay,
+                "learning_rate": way.learning_rate,
+                "model_bytes": reports[0]["trainer_ranks"][0]["shard_bytes"],
+                "received_bytes": round(statistics.median(rank["received_bytes"] for rank in ranks)),
+                "changed": statistics.median(changed) if changed else None,
+                "seconds": statistics.median(of_way["seconds"]),
+                "updates": job.updates,
+                "bit_exact": all((folder / f"exact-{way.name}-{n}").read_text() == "True" for n in range(receivers)),
+            }
 
 
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(prog="python -m benchmark.deltas", description=__doc__).parse_args(arguments)
+def main() -> int:
     if reason := why_not():
         sys.exit(reason)
-    rows: list[Changes | Link | Meanwhile] = []
+    rows: Rows = []
     for receivers, ways in ((1, ONE), (2, SEVERAL), (1, BACKGROUND)):
         for rate in RATES if ways is not BACKGROUND else RATES[-1:]:
             for row in over_links(rate, receivers, ways):
                 print(row, flush=True)
                 rows.append(row)
     rows += [*supervised(), grpo()]
-    results.save(RESULT, results.header("make bench-deltas", []), rows)
-    plots.plot_deltas(results.load(RESULT)[1], RESULT.with_suffix(".png"))
-    pages.write("deltas")
-    print(pages.TABLES["deltas"].text())
-    return 0 if all(row.bit_exact for row in rows if isinstance(row, Link)) else 1
+    pages.publish("deltas", "make bench-deltas", rows)
+    path = pages.TABLES["deltas"].source
+    plots.plot_deltas(results.load(path)[1], path.with_suffix(".png"))
+    return 0 if all(row.get("bit_exact", True) for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@ receive  a model that takes every update, and compares its last weights' digest
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -21,6 +20,7 @@ from transformers import Qwen3ForCausalLM
 
 from benchmark.deltas.training import LARGE, Trainer, config
 from benchmark.hosts.job import read, write
+from benchmark.world import digest
 from sglang_reshard import ModuleReceiver, ModuleSender
 from sglang_reshard.trainer.options import Delta
 
@@ -52,13 +52,6 @@ class Job(msgspec.Struct, frozen=True):
     receivers: int = 1
     updates: int = 3
     steps_before: int = 5
-
-
-def digest(tensors: Iterable[torch.Tensor]) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def train(job: Job) -> None:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import msgspec
 
-from benchmark import results
+from benchmark import pages, results
 from benchmark.hosts.job import Job
+from benchmark.results import Rows
 
-if str(results.REPOSITORY / "test") not in sys.path:
-    sys.path.append(str(results.REPOSITORY / "test"))  # hosts are the tests'
+sys.path.append(str(results.REPOSITORY / "test"))  # hosts are the tests'
 
 from support.hosts import Host, environment, laboratory, why_not
 from support.nixl_env import FOLDER as NIXL
@@ -33,8 +33,8 @@ WAYS = [("p2p", False), ("nixl", False), ("nixl", True)]  # transport, and wheth
 _DEADLINE_S = 900.0
 
 
-class HostRow(msgspec.Struct, frozen=True):
-    """One way of one case. Seconds are of an update.
+def measure(hosts: Sequence[Host], trainers: int, receivers: int, link_bytes_s: float) -> Rows:
+    """A row for each way. Seconds are of an update.
 
     model_bytes     of all matrices
     sent_bytes      by the trainer host that sends most, in an update, headers of the network included
@@ -42,22 +42,6 @@ class HostRow(msgspec.Struct, frozen=True):
     share_of_link   what the trainer host has to send if receivers pass on nothing, by what the link carries in the
                     same time: above 1 if they do
     """
-
-    trainers: int
-    receivers: int
-    transport: str
-    relay: bool
-    seconds_median: float
-    seconds_min: float
-    model_bytes: int
-    sent_bytes: int
-    link_bytes_s: float
-    share_of_link: float
-    updates: int
-    bit_exact: bool
-
-
-def measure(hosts: Sequence[Host], trainers: int, receivers: int, link_bytes_s: float) -> list[HostRow]:
     rows = []
     for way, relay in WAYS:
         if relay and receivers == 1:
@@ -73,20 +57,20 @@ def measure(hosts: Sequence[Host], trainers: int, receivers: int, link_bytes_s: 
             exact = all(Path(folder, f"exact-{rank}").read_text() == "True" for rank in range(receivers))
         median = statistics.median(timed["seconds"])
         must_send = job.nbytes / trainers * receivers
-        row = HostRow(
-            trainers,
-            receivers,
-            way,
-            relay,
-            median,
-            min(timed["seconds"]),
-            job.nbytes,
-            sent,
-            link_bytes_s,
-            must_send / link_bytes_s / median,
-            job.updates,
-            exact,
-        )
+        row = {
+            "trainers": trainers,
+            "receivers": receivers,
+            "transport": way,
+            "relay": relay,
+            "seconds_median": median,
+            "seconds_min": min(timed["seconds"]),
+            "model_bytes": job.nbytes,
+            "sent_bytes": sent,
+            "link_bytes_s": link_bytes_s,
+            "share_of_link": must_send / link_bytes_s / median,
+            "updates": job.updates,
+            "bit_exact": exact,
+        }
         print(row, flush=True)
         rows.append(row)
     return rows
@@ -117,12 +101,11 @@ def run(jobs: Sequence[tuple[str, msgspec.Struct, Host]], module: str = "benchma
 def main() -> None:
     if reason := why_not():
         sys.exit(reason)
-    rows: list[HostRow] = []
+    rows: Rows = []
     for trainers, receivers in CASES:
         with laboratory(trainers + receivers, rate=RATE, names_lead_to_loopback=False) as hosts:
             rows += measure(hosts, trainers, receivers, link_speed(hosts[0], hosts[-1]))
-    notes = [f"Every host sends at most {RATE}."]
-    results.save(results.FOLDER / "hosts.json", results.header("make bench-hosts", notes), rows)
+    pages.publish("hosts", "make bench-hosts", rows, [f"Every host sends at most {RATE}."])
 
 
 if __name__ == "__main__":

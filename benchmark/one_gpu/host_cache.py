@@ -17,7 +17,7 @@ from benchmark import stock
 from benchmark.one_gpu.rank import ON_GPU
 from benchmark.paths import ReshardPath
 from benchmark.trainer import Job, engine_and_weights, join
-from oracle.digests import LOADER
+from tools.oracle.digests import LOADER
 
 PROMPTS, PROMPT_TOKENS, POOL_TOKENS = 16, 200, 1024
 FEW_PROMPTS = 3  # of a rehearsal, whose engine has no cache in host memory

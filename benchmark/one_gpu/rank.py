@@ -17,8 +17,8 @@ from benchmark import exactness, gather, stock, timing
 from benchmark.paths import ReshardPath
 from benchmark.trainer import Job, engine_and_weights, join
 from benchmark.weights import FINAL_VERSION, Weights
-from oracle.digests import LOADER
 from sglang_reshard.errors import ReshardError
+from tools.oracle.digests import LOADER
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 NEW_TOKENS = 16

@@ -14,10 +14,10 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from benchmark.demo import tiny_model
+from benchmark.demo.reference import greedy_tokens
 from benchmark.soak.weights import ENGINE_TP, shapes, whole
-from demo import tiny_model
-from demo.reference import greedy_tokens
-from oracle.stock import stock_digests
+from tools.oracle.stock import stock_digests
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [17, 4000, 23]]
 NEW_TOKENS = 12

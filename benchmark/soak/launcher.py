@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from benchmark.demo import children, tiny_model
 from benchmark.environment import environment
 from benchmark.soak import expected, seen, verdict
 from benchmark.soak.clients import Clients, Tally
@@ -22,7 +23,6 @@ from benchmark.soak.server import Server
 from benchmark.soak.standing import Standing
 from benchmark.soak.trainer import Job
 from benchmark.soak.weights import ENGINE_TP, TRAINER_RANKS
-from demo import children, tiny_model
 from sglang_reshard.errors import ReshardError
 
 

@@ -13,14 +13,14 @@ from types import TracebackType
 import httpx
 import psutil
 
+from benchmark.demo import children, tiny_model
 from benchmark.soak.expected import DTYPE
 from benchmark.soak.weights import ENGINE_TP
 from benchmark.world import free_port
-from demo import children, tiny_model
-from oracle.digests import LOADER
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
 from sglang_reshard.patches.stock_weights import SERVE_DUMMY
 from sglang_reshard.testing import cpu_host
+from tools.oracle.digests import LOADER
 
 _START_S = 300.0
 _POLL_S = 0.5

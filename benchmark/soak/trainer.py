@@ -23,9 +23,9 @@ from benchmark.soak import expected, seen
 from benchmark.soak.footprint import footprint, shared_memory_bytes
 from benchmark.soak.standing import Standing
 from benchmark.soak.weights import ENGINE_TP, Weights, is_verified
-from oracle.digests import LOADER, written_by
 from sglang_reshard import WeightSender
 from sglang_reshard.errors import EngineRefused
+from tools.oracle.digests import LOADER, written_by
 
 _TIMEOUT_S = 60.0
 # Where updates can be asked to verify themselves.

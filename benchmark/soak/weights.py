@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from demo import tiny_model
+from benchmark.demo import tiny_model
 
 TRAINER_RANKS = ENGINE_TP = 2
 MANTISSA = (1 << 23) - 1

@@ -33,9 +33,7 @@ def main(only: str = "") -> None:
             case = f"{kind}, {mode}, FSDP2 {RANKS} -> TP {TP_SIZE}"
             if only in case:
                 rows = [row for row in rows if row["case"] != case] + _measured(case, mode, model)
-                results.save(path, results.header("make bench-verl", []), rows)
-    pages.write("verl")
-    print(pages.written("verl"))
+                pages.publish("verl", "make bench-verl", rows)
 
 
 def _measured(case: str, mode: str, model: Qwen3) -> list[dict[str, Any]]:

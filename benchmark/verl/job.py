@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmark.demo import tiny_model, verl_run
 from benchmark.verl.paths import Take, paths_of
-from demo import tiny_model, verl_run
 from job import PROMPTS, Job, ray_of_its_own, verl_config
 
 _NEW_TOKENS = 8

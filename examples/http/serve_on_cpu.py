@@ -17,7 +17,7 @@ from pathlib import Path
 from sglang_reshard.testing import cpu_host
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the demo is part of the checkout only
-from demo import tiny_model
+from benchmark.demo import tiny_model
 
 TRAINER_RANKS, MOST_ENGINE_RANKS = 2, 2  # that the model can be cut for
 

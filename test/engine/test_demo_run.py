@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from demo import memory
-from demo.verdict import SLACK_BYTES
+from benchmark.demo import memory
+from benchmark.demo.verdict import SLACK_BYTES
 from support.sweep import sweep
 
 BUCKET_MIB = 1

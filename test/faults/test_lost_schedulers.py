@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from demo import tiny_model
+from benchmark.demo import tiny_model
 from sglang_reshard.patches.shared_segments import remove
 from sglang_reshard.testing import cpu_host
 from support import zygote

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from benchmark import marked
+from tools import marked
 
 TEST = Path(__file__).parent.parent
 PAGE = TEST.parent / "docs" / "reliability.md"

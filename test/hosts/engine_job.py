@@ -25,9 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers import AutoConfig, Qwen3ForCausalLM
 
-from demo.reference import greedy_tokens
-from demo.trainer import TP_PLAN
-from oracle.digests import read_live_digests
+from benchmark.demo.reference import greedy_tokens
+from benchmark.demo.trainer import TP_PLAN
 from sglang_reshard import MultiEngineSender, UpdateReport, VerlEngine, WeightSender
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
@@ -35,6 +34,7 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.testing import cpu_host
 from sglang_reshard.trainer.collectives import broadcast_message
 from support.http_engine import HttpEngine
+from tools.oracle.digests import read_live_digests
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 NEW_TOKENS = 8

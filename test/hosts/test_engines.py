@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from oracle.stock import stock_digests
 from support.hosts import laboratory, why_not
 from support.nixl_env import needs_nixl
 from support.places import Places, servers_on, trainers_on, url_of
 from support.tiny_qwen3 import tiny_qwen3
+from tools.oracle.stock import stock_digests
 
 pytestmark = [
     pytest.mark.engine,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from release import plain
 from support import bare_venv
+from tools.release import plain
 
 # Of each package that an extra brings, or that comes with a GPU build of torch: what imports it at once.
 OF_EXTRAS = {

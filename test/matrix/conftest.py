@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from release import plain
+from tools.release import plain
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ ENVIRONMENTS = {
     "3.10, lowest": ("3.10", environments.TESTS, True),
     "3.13, newest": ("3.13", environments.TESTS, False),
 }
-_OF_THE_CHECKOUT = re.compile(r"^\s*(from|import) (benchmark|demo|release|sgl_kernel|sglang|website)\b", re.MULTILINE)
+_OF_THE_CHECKOUT = re.compile(r"^\s*(from|import) (benchmark|sgl_kernel|sglang|tools)\b", re.MULTILINE)
 _PAGES = re.compile(r"test_(documents|pages|released_pages|server_args_page|summary|verl|doctor)")
 _DEADLINE_S = 3600.0
 

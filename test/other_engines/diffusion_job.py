@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oracle.digests import digest
 from sglang_reshard import ModuleSender
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.testing import cpu_host
+from tools.oracle.digests import digest
 
 WAIT_S = 60
 

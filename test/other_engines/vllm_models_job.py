@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from oracle.digests import digest
-from oracle.replay import replay
 from sglang_reshard.extras.vllm.in_place import refusal
 from sglang_reshard.extras.vllm.target import VLLMModel
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.may_stay import MayStay
+from tools.oracle.digests import digest
+from tools.oracle.replay import replay
 
 
 def built(path: str, rank: int, ranks: int, rendezvous: str) -> torch.nn.Module:

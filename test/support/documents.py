@@ -93,7 +93,29 @@ def names_of_the_code() -> list[str]:
     return [node.name for node in _nodes_of_the_code() if isinstance(node, ast.ClassDef | ast.FunctionDef)]
 
 
-def _nodes_of_the_code() -> Iterator[ast.AST]:
+def trees_of_the_code(*words: str) -> Iterator[ast.Module]:
+    """Yields the syntax trees of the package's files that contain one of these words."""
     for folder in ("python", "patches", "verl_integration"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            yield from ast.walk(ast.parse(path.read_text()))
+            if any(word in path.read_text() for word in words):
+                yield ast.parse(path.read_text())
+
+
+def constants(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yields the names of a module that stand for a string, and the string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            pairs = (
+                zip(target.elts, value.elts, strict=True)
+                if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+                else [(target, value)]
+            )
+            for name, text in pairs:
+                if isinstance(name, ast.Name) and isinstance(text, ast.Constant) and isinstance(text.value, str):
+                    yield name.id, text.value
+
+
+def _nodes_of_the_code() -> Iterator[ast.AST]:
+    for tree in trees_of_the_code(""):
+        yield from ast.walk(tree)

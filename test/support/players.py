@@ -132,8 +132,8 @@ class TrainerRank:
 
 def served(ranks: int) -> list[tuple[str, torch.Tensor]]:
     """The demonstration's model under tensor parallelism."""
-    from demo import tiny_model
-    from demo.trainer import Trainer
+    from benchmark.demo import tiny_model
+    from benchmark.demo.trainer import Trainer
 
     model = Trainer(tiny_model.config(ranks, ranks), init_device_mesh("cpu", (ranks,))).model
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
@@ -143,7 +143,7 @@ def served_values(version: int) -> dict[str, torch.Tensor]:
     """Whole tensors of a version of the demonstration's model for two ranks."""
     from transformers import Qwen3ForCausalLM
 
-    from demo import tiny_model
+    from benchmark.demo import tiny_model
 
     torch.manual_seed(version)
     return dict(Qwen3ForCausalLM(tiny_model.config(2, 2)).named_parameters())

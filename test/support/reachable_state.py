@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from oracle.digests import digest
 from sglang_reshard.derived.reachable import numbers_in, tables, tensors_in
+from tools.oracle.digests import digest
 
 
 def reachable_state(model: torch.nn.Module) -> dict[str, str]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from demo import children
+from benchmark.demo import children
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.testing import cpu_host
 from support.servers import free_port

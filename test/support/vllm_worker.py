@@ -9,8 +9,8 @@ from __future__ import annotations
 import vllm._custom_ops as ops
 import vllm.model_executor.layers.utils as layers
 
-from oracle.digests import digest
 from sglang_reshard.extras.vllm.worker import ReshardWorker
+from tools.oracle.digests import digest
 
 ops._supports_onednn = False
 layers.check_cpu_sgl_kernel = lambda *_: False

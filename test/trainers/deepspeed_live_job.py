@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3ForCausalLM
 
-from demo.reference import greedy_tokens
-from oracle.digests import LOADER, read_live_digests
+from benchmark.demo.reference import greedy_tokens
 from sglang_reshard import VerlEngine
 from sglang_reshard.testing import cpu_host
 from support.deepspeed_env import import_deepspeed
 from support.tiny_qwen3 import tiny_qwen3
+from tools.oracle.digests import LOADER, read_live_digests
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 NEW_TOKENS = 8

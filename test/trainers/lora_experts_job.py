@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
-from oracle.digests import read_live_digests, write_json
 from sglang_reshard import VerlEngine
 from sglang_reshard.sources import adapter_config, adapter_tensors
 from sglang_reshard.testing import cpu_host
 from support.megatron_models import Case, reference
+from tools.oracle.digests import read_live_digests, write_json
 
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj"]
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -17,13 +17,13 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from oracle.digests import digest, read_live_digests, write_json
 from sglang_reshard import VerlEngine, WeightSender
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.sources import adapter_config, adapter_tensors, base_tensors
 from sglang_reshard.testing import cpu_host
 from support.log_probs import log_probs, served_log_probs
 from support.tiny_qwen3 import tiny_qwen3
+from tools.oracle.digests import digest, read_live_digests, write_json
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 SAMPLING = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from demo.reference import greedy_tokens
-from oracle.digests import LOADER, read_live_digests
+from benchmark.demo.reference import greedy_tokens
 from sglang_reshard import VerlEngine
 from sglang_reshard.patches.stock_weights import SERVE_DUMMY
 from sglang_reshard.protocol.messages import decode, encode
@@ -19,6 +18,7 @@ from sglang_reshard.testing import cpu_host
 from sglang_reshard.verl.megatron import Megatron
 from support import megatron_bridge
 from support.megatron_models import Case, checkpoint, load, logits, megatron_models, parallel, reference
+from tools.oracle.digests import LOADER, read_live_digests
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 NEW_TOKENS = 8

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from oracle.stock import stock_digests
 from support.deepspeed_env import FOLDER
 from support.trainer_rows import shown
 from support.trainers import run_trainers
+from tools.oracle.stock import stock_digests
 
 pytestmark = [
     pytest.mark.engine,

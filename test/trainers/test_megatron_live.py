@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from oracle.stock import stock_digests
 from support.trainer_rows import shown
 from support.trainers import run_trainers
+from tools.oracle.stock import stock_digests
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("forks")]
 RANKS = 4

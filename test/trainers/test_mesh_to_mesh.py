@@ -485,9 +485,9 @@ def test_a_rank_that_is_lost_is_named():
 @pytest.mark.sweep
 def test_the_benchmark_measures_ways_that_move_all():
     rows = mesh_to_mesh.measure(mesh_to_mesh.Size(4, (64, 32)), moves=2)
-    assert {row.case for row in rows} == set(mesh_to_mesh.CASES)
-    assert all(row.bit_exact for row in rows)
-    received = {row.case: row.received_bytes for row in rows if row.way == "reshard"}
+    assert {row["case"] for row in rows} == set(mesh_to_mesh.CASES)
+    assert all(row["bit_exact"] for row in rows)
+    received = {row["case"]: row["received_bytes"] for row in rows if row["way"] == "reshard"}
     # Of every matrix a quarter, but for the quarter of that which it has; of half of them; and with dp=2, half of every
     # matrix, of which rank 1 has nothing of the rows and a quarter of the columns.
     nbytes = 4 * 64 * 32 * 2

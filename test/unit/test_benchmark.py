@@ -6,11 +6,10 @@ import itertools
 import json
 import math
 
-import msgspec
 import pytest
 import torch
 
-from benchmark import deepseek_v3, pages, results, rows, tables
+from benchmark import deepseek_v3, pages, results, rows
 from benchmark.cases import CASES, DENSE, MOE, PATHS, QUICK_CASES, STOCK, Case, Effort
 from benchmark.exactness import bit_exact, differing
 from benchmark.models import Qwen3
@@ -18,9 +17,9 @@ from benchmark.scaling import CURVES
 from benchmark.timing import Timed
 from benchmark.trainer import Seen
 from benchmark.weights import FINAL_VERSION, version_of
-from oracle.digests import digests
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.observability.report import RankReport, UpdateReport
+from tools.oracle.digests import digests
 
 CASE = Case("test", Qwen3(1, 8, 8, 1, 1, 8, 8), 2, 2)
 REQUIRED = {
@@ -92,19 +91,19 @@ def seen(**refused):
 
 def test_rows_follow_from_what_was_seen():
     ours, stock = rows.rows_of(CASE, seen(), copies=[0.5, 0.1, 0.05])
-    assert (ours.seconds_median, ours.updates, ours.first_seconds) == (0.3, 3, 1.0)
-    assert ours.times_limit == pytest.approx(3)
-    assert ours.times_faster_than_stock == pytest.approx(15)
-    assert ours.gb_per_s_per_rank == pytest.approx(41 / 0.3 / 1e9)
-    assert ours.bytes_received_ratio == pytest.approx(1.5)
-    assert (ours.peak_extra_bytes, ours.trainer_peak_extra_bytes) == (6, 7)
-    assert ours.control_seconds == pytest.approx(0.15)
-    assert ours.bit_exact
-    assert stock.bit_exact
-    assert stock.times_faster_than_stock == 1
-    assert stock.bytes_received_ratio == pytest.approx(CASE.model.bytes / 41)
-    assert (stock.peak_extra_bytes, stock.control_seconds) == (99, None)
-    assert set(msgspec.to_builtins(ours)) >= REQUIRED
+    assert (ours["seconds_median"], ours["updates"], ours["first_seconds"]) == (0.3, 3, 1.0)
+    assert ours["times_limit"] == pytest.approx(3)
+    assert ours["times_faster_than_stock"] == pytest.approx(15)
+    assert ours["gb_per_s_per_rank"] == pytest.approx(41 / 0.3 / 1e9)
+    assert ours["bytes_received_ratio"] == pytest.approx(1.5)
+    assert (ours["peak_extra_bytes"], ours["trainer_peak_extra_bytes"]) == (6, 7)
+    assert ours["control_seconds"] == pytest.approx(0.15)
+    assert ours["bit_exact"]
+    assert stock["bit_exact"]
+    assert stock["times_faster_than_stock"] == 1
+    assert stock["bytes_received_ratio"] == pytest.approx(CASE.model.bytes / 41)
+    assert (stock["peak_extra_bytes"], stock["control_seconds"]) == (99, None)
+    assert set(ours) == set(stock) >= REQUIRED
 
 
 def test_where_none_of_our_paths_ran_what_is_lacking_is_not_known():
@@ -161,13 +160,25 @@ def test_results_come_back_as_saved(tmp_path):
     assert [row["path"] for row in results.load(path)[1]] == ["ipc", STOCK]
 
 
-def test_the_table_says_what_is_not_bit_exact():
-    one = rows.rows_of(CASE, seen(), [0.1])[0]
-    right, wrong = (msgspec.to_builtins(msgspec.structs.replace(one, bit_exact=exact)) for exact in (True, False))
-    assert tables.cells(right)[-1] == "yes"
-    assert tables.cells(wrong)[-1] == "NO"
-    head = results.header("a command", ["a note"])
-    assert "- a note" in tables.markdown(head, [right])
+def test_the_table_says_what_is_not_bit_exact(tmp_path):
+    right, wrong = ({**rows.rows_of(CASE, seen(), [0.1])[0], "bit_exact": exact} for exact in (True, False))
+    results.save(tmp_path / "bench.json", results.header("a command", ["a note"]), [right, wrong])
+    table = pages.TABLES["benchmark"].text(tmp_path / "bench.json").splitlines()
+    assert [line.split(" | ")[-1] for line in table if line.startswith("| ipc ")] == ["yes |", "NO |"]
+    assert table[-1] == "- a note"
+
+
+def test_results_are_published_into_their_document_unless_another_file_is_named(tmp_path, monkeypatch, capsys):
+    source, page = tmp_path / "opens.json", tmp_path / "opens.md"
+    page.write_text("Before.\n<!-- opens: begin -->\n<!-- opens: end -->\nAfter.\n")
+    monkeypatch.setitem(pages.TABLES, "opens", pages.TABLES["opens"]._replace(document=str(page), source=source))
+    row = {"case": "a loader", "tensors": 1000, "trainer_ranks": 2, "allocations": 3, "opened": 4}
+    pages.publish("opens", "a command", [row], out=tmp_path / "other.json")
+    assert not source.exists()
+    pages.publish("opens", "a command", [row])
+    assert results.load(source)[1] == [row]
+    assert "| a loader | 1,000 | 2 | 3 | 4 |" in pages.written("opens")
+    assert capsys.readouterr().out.count("| a loader |") == 2
 
 
 @pytest.mark.parametrize("name", pages.TABLES)

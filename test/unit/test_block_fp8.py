@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oracle.replay import replay
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.block_formats import FP8, Blocks, MxBlocks, quantize_blocks
@@ -17,6 +16,7 @@ from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
 from support.sweep import examples
+from tools.oracle.replay import replay
 from toy_loader import Toy, contents, specs_of
 
 BLOCK = (4, 4)

@@ -113,6 +113,6 @@ def test_engine_ranks_hold_what_a_quantized_checkpoint_leaves(transport, options
 
 @pytest.mark.sweep
 def test_the_benchmark_runs() -> None:
-    rows = {row.way: row for row in block_fp8.run(block_fp8.Size(256, 512, 2, updates=1, verl_updates=1))}
+    rows = {row["way"]: row for row in block_fp8.run(block_fp8.Size(256, 512, 2, updates=1, verl_updates=1))}
     assert set(rows) == {"ipc", "p2p", "verl"}
-    assert all(row.bit_exact for row in rows.values()), "with verl's own"
+    assert all(row["bit_exact"] for row in rows.values()), "with verl's own"

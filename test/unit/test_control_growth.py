@@ -76,7 +76,7 @@ def test_the_benchmark_sends_what_ranks_send(verify):
 
 def test_messages_grow_with_trainer_ranks_and_with_engine_ranks():
     messages = {
-        (trainers, engines): measure(trainers, engines, verify=True, updates=1).messages
+        (trainers, engines): measure(trainers, engines, verify=True, updates=1)["messages"]
         for trainers, engines in ((4, 1), (8, 1), (4, 3), (8, 3))
     }
     by_trainers = messages[8, 1] - messages[4, 1]

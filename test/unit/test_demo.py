@@ -14,12 +14,12 @@ import psutil
 import pytest
 from rich.console import Console
 
-from demo import children, memory, tiny_model
-from demo.events import EventReader, EventWriter, Finished, Note, Started, Updated
-from demo.progress import Progress
-from demo.settings import Settings
-from demo.table import print_result
-from demo.verdict import SLACK_BYTES, Expected, judge, summary
+from benchmark.demo import children, memory, tiny_model
+from benchmark.demo.events import EventReader, EventWriter, Finished, Note, Started, Updated
+from benchmark.demo.progress import Progress
+from benchmark.demo.settings import Settings
+from benchmark.demo.table import print_result
+from benchmark.demo.verdict import SLACK_BYTES, Expected, judge, summary
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
 from sglang_reshard.observability.report import RankReport, TrainerRankReport, UpdateReport
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark import marked
-from oracle.replay import replay
 from sglang_reshard.derived import DerivedState, remember_loaded
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.tracer import trace
 from support import deriving
 from support.derived_patterns import PLACES, VALUES, layer
 from support.reachable_state import reachable_state
+from tools import marked
+from tools.oracle.replay import replay
 from toy_loader import specs_of
 
 X = torch.arange(2.0 * deriving.SIZE).reshape(2, deriving.SIZE)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from oracle.replay import replay
 from sglang_reshard.derived import DerivedState
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.update import UpdateExecutor
@@ -16,6 +15,7 @@ from sglang_reshard.trace.live_shards import live_shards
 from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace
 from support import deriving
+from tools.oracle.replay import replay
 from toy_loader import specs_of
 
 X = torch.arange(2.0 * deriving.SIZE).reshape(2, deriving.SIZE)

@@ -31,9 +31,7 @@ from support.documents import (
 )
 
 OBSERVABILITY, OPTIONS, TROUBLESHOOTING = "docs/observability.md", "docs/usage/options.md", "docs/troubleshooting.md"
-FOLDERS = (
-    "test|benchmark|demo|docs|examples|observability|oracle|patches|pictures|python|verl_integration|release|website"
-)
+FOLDERS = "test|benchmark|docs|examples|patches|python|tools|verl_integration"
 TARGETS = sorted({m for d in DOCUMENTS for c in commands(d) for m in re.findall(r"\bmake ([a-z][\w-]*)", c)})
 MODULES = sorted({m for d in DOCUMENTS for c in commands(d) for m in re.findall(r"python -m ([\w.]+)", c)})
 
@@ -307,9 +305,9 @@ RUN_BY = {
     r"python -m benchmark\.block_fp8": "test/unit/test_block_fp8_updates.py",
     r"make bench.*|python -m benchmark(\.\w+)?( .*)?": "test/unit/test_benchmark.py",
     r"python -m pytest test/unit/test_derived_patterns\.py": "test/unit/test_derived_patterns.py",
-    r"python -m release\.prose( .*)?": "test/unit/test_prose.py",
+    r"python -m tools\.prose( .*)?": "test/unit/test_prose.py",
     r"make docs(-serve)?": "test/unit/test_site.py",
-    r"python -m website\.pages": "test/unit/test_reference_pages.py",
+    r"python -m tools\.website\.pages": "test/unit/test_reference_pages.py",
     r"make lock|pip (install|uninstall) .*|make (wheel|fork|test-fork)( .*)?": "test/engine/release/test_fork.py",
     r"sglang-reshard plan( .*)?": "test/engine/forecast/test_presets.py",
     r"sglang-reshard pull( .*)?|curl .*/pull_weights.*": "test/engine/live/test_pull.py",

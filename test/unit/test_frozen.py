@@ -6,7 +6,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from oracle.replay import replay
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.engine.receiver import WeightReceiver
@@ -19,6 +18,7 @@ from sglang_reshard.trace.tracer import trace
 from support.toy import ToyRank, checkpoint
 from support.toy_repacking import Repacking, live_tensors, started, weights
 from support.world import run_world
+from tools.oracle.replay import replay
 
 LEFT_OUT = {"frozen": ["down", "norm"]}, {"only": ["embed", "qkv", "gate*"]}
 DUMMY = {"stock_changes": 1, "stock_loaded": False}

@@ -95,7 +95,7 @@ def test_a_rehearsal_writes_a_row_for_each_item_and_the_page_shows_it(tmp_path):
     assert head["host"]["gpus"] == []
     head["host"]["nccl"] = "2.28"
     (tmp_path / "gpu.json").write_text(json.dumps([head, *saved]))
-    page = pages.gpu(tmp_path / "gpu.json")
+    page = pages.TABLES["gpu"].text(tmp_path / "gpu.json")
     assert "| 13 | watchdog |" in page
     assert "skipped: virtual GPUs have no endless kernels" in page
 

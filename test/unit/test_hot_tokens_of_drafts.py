@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from oracle.replay import replay
 from sglang_reshard.derived import DerivedState, remember_loaded
 from sglang_reshard.patches.draft_models import Drafts, TargetAndDrafts, drafts_of
 from sglang_reshard.trace.built_modules import remember
 from sglang_reshard.trace.repack import repacked_modules
 from sglang_reshard.trace.tracer import trace
+from tools.oracle.replay import replay
 from toy_loader import specs_of
 
 WIDTH, VOCABULARY = 3, 8

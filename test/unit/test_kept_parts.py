@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from oracle.replay import replay
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
@@ -24,6 +23,7 @@ from support.sweep import examples
 from support.toy import ToyRank, checkpoint
 from support.toy_repacking import Repacking, live_tensors, started, weights
 from support.world import run_world
+from tools.oracle.replay import replay
 from toy_loader import specs_of
 
 PARTS = ("k.weight", "v.weight")

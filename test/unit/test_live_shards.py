@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oracle.replay import replay
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.live_shards import live_shards, readable_shards
 from sglang_reshard.trace.tracer import trace
 from support.toy import ToyRank, checkpoint, shapes
+from tools.oracle.replay import replay
 
 
 def read_back(model, weights, rank=0):

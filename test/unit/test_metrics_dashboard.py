@@ -11,7 +11,7 @@ import pytest
 
 from sglang_reshard.patches.metrics import METRICS
 
-DASHBOARD = Path(__file__).parents[2] / "observability" / "grafana.json"
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 NAME = re.compile(r"\bsglang_reshard_\w+")
 LABELS = re.compile(r"(?:by|without) \(([^)]*)\)|\{\{(\w+)\}\}")
 SERVERS = {"instance", "job", "le"}  # labels that Prometheus gives

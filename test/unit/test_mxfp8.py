@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from oracle.replay import replay
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.block_formats import FP8, quantize_mx
 from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
+from tools.oracle.replay import replay
 from toy_loader import Toy, contents, specs_of
 
 mxfp = pytest.importorskip("triton_kernels.numerics_details.mxfp")

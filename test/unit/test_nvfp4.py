@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oracle.replay import replay
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
@@ -20,6 +19,7 @@ from sglang_reshard.trace.tracer import trace
 from support import nvfp4
 from support.sweep import examples
 from support.toy_repacking import process
+from tools.oracle.replay import replay
 from toy_loader import Toy, contents, specs_of
 
 ROWS, COLUMNS = 12, 128

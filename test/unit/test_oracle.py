@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from oracle.digests import digest, digests
 from sglang_reshard.cli.plan.forked_jobs import ChildFailed, run_in_forks
 from sglang_reshard.errors import DeadlineExceeded
+from tools.oracle.digests import digest, digests
 
 
 def test_digests_depend_on_dtype_shape_and_every_element():

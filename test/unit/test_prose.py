@@ -2,8 +2,8 @@
 
 import pytest
 
-from release import prose
-from release.prose import ROOT, RULES, findings, markdown, python
+from tools import prose
+from tools.prose import ROOT, RULES, findings, markdown, python
 
 RULE = pytest.mark.parametrize("rule", RULES, ids=[rule.name for rule in RULES])
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from release import REPOSITORY, archive, environment, fork, metadata, plain, stock
-from release.archive import BadWheel, Entry, Wheel
-from release.metadata import CannotMerge
 from sglang_reshard import __version__
 from sglang_reshard.cli.doctor.installed import provided_by_sglang
+from tools.release import REPOSITORY, archive, environment, fork, metadata, plain, stock
+from tools.release.archive import BadWheel, Entry, Wheel
+from tools.release.metadata import CannotMerge
 
 TAGS = "cp311-cp311-linux_x86_64"
 STOCK_METADATA = """\
@@ -296,6 +296,6 @@ def test_the_plugins_wheel_says_what_it_is(built: Path) -> None:
 def test_a_wheel_is_built_without_the_projects_environment() -> None:
     asked = subprocess.run(["make", "-n", "-B", "wheel"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert asked.returncode == 0, asked.stderr
-    assert "release.plain" in asked.stdout
+    assert "tools.release.plain" in asked.stdout
     assert "requirements.lock" not in asked.stdout
     assert ".venv/" not in asked.stdout

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from oracle.replay import replay
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
@@ -22,6 +21,7 @@ from support.toy_repacking import (
     started,
     weights,
 )
+from tools.oracle.replay import replay
 from toy_loader import Toy, specs_of
 
 LAYERS, ROWS, CPU = 3, 12, torch.device("cpu")

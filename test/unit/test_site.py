@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.documents import DOCUMENTS, blocks
-from website.docstrings import as_markdown
+from tools.website.docstrings import as_markdown
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from oracle.replay import replay
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.checkpoint_headers import folder_specs
 from sglang_reshard.trace.initial_values import keep_initial_values
 from sglang_reshard.trace.may_stay import MayStay
 from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
+from tools.oracle.replay import replay
 from toy_loader import specs_of
 
 SIZE = 4

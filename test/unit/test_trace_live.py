@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from oracle.replay import replay
 from sglang_reshard.trace.live_signature import LiveSignature, live_signature
 from sglang_reshard.trace.tracer import trace
+from tools.oracle.replay import replay
 from toy_loader import specs_of
 
 

@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import pytest
 import torch
 
-from oracle.replay import replay
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
+from tools.oracle.replay import replay
 from toy_loader import Toy, check, contents, specs_of
 
 BF16 = torch.bfloat16

@@ -309,6 +309,6 @@ def test_a_failure_that_an_interrupted_wait_has_not_raised_is_raised_later(monke
 
 @pytest.mark.sweep
 def test_the_benchmark_runs() -> None:
-    row = async_updates.run(Matrices("small", 20, 64, 32), "ipc", updates=2)
-    assert row.bit_exact
-    assert row.shadow_bytes * async_updates.TRAINERS == row.bytes
+    row = async_updates.run(Matrices("small", 20, 64, 32), "ipc", count=2)
+    assert row["bit_exact"]
+    assert row["shadow_bytes"] * async_updates.TRAINERS == row["bytes"]

@@ -2,12 +2,12 @@
 
 import torch
 
-from oracle.replay import replay
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.live import live_tensors
 from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
+from tools.oracle.replay import replay
 
 
 class Toy(torch.nn.Module):

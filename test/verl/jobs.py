@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from demo import text
+from benchmark.demo import text
 from job import PROMPTS, a_job, expected_tokens
 from sglang_reshard import RemoteEngine
 

@@ -6,9 +6,9 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from demo import tiny_model, verl_run
-from oracle import stock_digests
+from benchmark.demo import tiny_model, verl_run
 from support.live_memory import differing
+from tools.oracle import stock_digests
 
 RESHARD = list(verl_run.RESHARD)
 FSDP1 = [*RESHARD, "actor_rollout_ref.actor.strategy=fsdp"]  # verl's default

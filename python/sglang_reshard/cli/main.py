@@ -80,9 +80,9 @@ def demo(
     ] = 900.0,
 ) -> None:
     """Train, reshard into a live engine, generate, and prove it, on this machine. Ends with a line of JSON."""
-    _import_from_checkout("demo")
-    from demo.launcher import run
-    from demo.settings import DTYPES, Settings
+    _import_demo_from_checkout()
+    from benchmark.demo.launcher import run
+    from benchmark.demo.settings import DTYPES, Settings
 
     settings = Settings(
         source_tp=source_tp,
@@ -94,12 +94,12 @@ def demo(
     raise typer.Exit(run(settings, deadline_s))
 
 
-def _import_from_checkout(package: str) -> None:
+def _import_demo_from_checkout() -> None:
     """Puts the checkout that this package runs from on the import path; exits with 2 where there is none."""
     root = Path(__file__).resolve().parents[3]
-    if not (root / package / "__init__.py").is_file():
+    if not (root / "benchmark" / "demo").is_dir():
         typer.echo(
-            f"The {package} is not part of the installed package: clone the repository and run make {package}.",
+            "The demo is not part of the installed package: clone the repository and run make demo.",
             err=True,
         )
         raise typer.Exit(2)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from architecture_cases import RESULTS, RUNS
-from benchmark import marked
+from tools import marked
 
 REPOSITORY = Path(__file__).parents[3]
 FORWARDS = RESULTS.with_name("forwards.json")

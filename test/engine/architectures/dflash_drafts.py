@@ -15,12 +15,12 @@ import torch
 
 from drafts import draft_of, sent_with_draft
 from examination import answer_for_ranks, built, specs_of
-from oracle.digests import digest, digests
-from oracle.replay import replay
 from sglang_reshard.patches.draft_models import Drafts, TargetAndDrafts
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import DRAFT, read_weights, write_checkpoint, write_weights
 from support.live_memory import fill_with_garbage
+from tools.oracle.digests import digest, digests
+from tools.oracle.replay import replay
 
 TP, LAYERS = 2, 2
 

@@ -18,8 +18,6 @@ import torch
 
 from drafts import sent_with_draft, with_draft
 from layout_kinds import layout_kinds
-from oracle.digests import digests
-from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import build_rank, choose_code_paths, import_before_forks
 from sglang_reshard.errors import ReshardError, Unsupported
@@ -35,6 +33,8 @@ from support.checkpoints import read_weights
 from support.live_memory import differing, fill_with_garbage
 from support.scripts import answer
 from support.sglang_state import published_arguments
+from tools.oracle.digests import digests
+from tools.oracle.replay import replay
 
 Weights = dict[str, torch.Tensor]
 Start = Callable[[], EngineStart] | None

@@ -28,8 +28,6 @@ import torch
 from architecture_cases import USUAL
 from architectures import Architecture, generation
 from examination import said
-from oracle.digests import digest
-from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import publish_arguments
 from sglang_reshard.derived import DerivedState
@@ -41,6 +39,8 @@ from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights, write_checkpoint
 from support.reachable_state import reachable_state
 from support.scripts import answer
+from tools.oracle.digests import digest
+from tools.oracle.replay import replay
 
 CASE = "case: "
 PROMPTS = [[5, 6, 7, 8, 9, 10], [100, 200, 30, 40, 50, 60]]

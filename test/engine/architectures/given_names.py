@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from examination import built
-from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.engine.names.search import Reading, find_names, reading
@@ -28,6 +27,7 @@ from sglang_reshard.trace.names_read import names_read
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights, write_checkpoint
 from support.scripts import answer
+from tools.oracle.replay import replay
 
 Weights = dict[str, torch.Tensor]
 TOWERS = ("visual", "vision", "audio", "multi_modal", "image_newline")

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from examination import begin
-from oracle.replay import replay
 from sglang_reshard.derived import DerivedState, remember_loaded
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.tracer import trace
 from support.scripts import answer
+from tools.oracle.replay import replay
 
 Weights = dict[str, torch.Tensor]
 _SCALES = (

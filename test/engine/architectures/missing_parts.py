@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from examination import Weights, begin, built, said, specs_of
-from oracle.digests import digests
-from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.trace.may_stay import MayStay
@@ -32,6 +30,8 @@ from support.checkpoints import read_weights, tiny_checkpoints, write_checkpoint
 from support.checkpoints.tiny_configs import IN_BLOCKS
 from support.live_memory import differing
 from support.scripts import answer
+from tools.oracle.digests import digests
+from tools.oracle.replay import replay
 
 DEADLINE_S = 500
 SHARED = {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}

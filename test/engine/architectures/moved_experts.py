@@ -15,8 +15,6 @@ from typing import Any
 import torch
 
 from examination import begin, built, said
-from oracle.digests import digests
-from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import with_known
 from sglang_reshard.layout.regions import TensorSpec
@@ -26,6 +24,8 @@ from support.checkpoints import read_weights, write_checkpoint
 from support.live_memory import differing, fill_with_garbage
 from support.scripts import answer
 from support.sglang_state import place_experts, published_arguments
+from tools.oracle.digests import digests
+from tools.oracle.replay import replay
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
 EP, REDUNDANT, DEADLINE_S = 2, 2, 400

@@ -14,13 +14,13 @@ import torch
 
 from drafts import draft_of
 from examination import answer_for_ranks, built, said, specs_of
-from oracle.digests import digests
-from oracle.replay import replay
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.patches.draft_models import Drafts, TargetAndDrafts
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import PUBLISHED, read_weights, write_checkpoint, write_weights
 from support.live_memory import fill_with_garbage
+from tools.oracle.digests import digests
+from tools.oracle.replay import replay
 
 TARGET = "MiMoV2FlashForCausalLM"
 TP, LAYERS = 2, 3

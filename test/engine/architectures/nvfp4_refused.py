@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from examination import begin, built, remember_modules
-from oracle.digests import digests
 from quantization import CASES, MODELS, leave_dummy_weights
 from quantized_ranks import set_quantization
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
@@ -23,6 +22,7 @@ from support import blackwell
 from support.checkpoints import read_weights, tiny_checkpoints, write_checkpoint
 from support.checkpoints.tiny_configs import IN_BLOCKS
 from support.scripts import answer
+from tools.oracle.digests import digests
 
 METHODS = ("modelopt_fp4", "compressed-tensors, nvfp4")
 DEADLINE_S = 300

@@ -21,8 +21,6 @@ from typing import Any
 import torch
 
 from examination import Weights, built, remember_modules, said, started_on
-from oracle.digests import digests
-from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.errors import ReshardError
@@ -32,6 +30,8 @@ from support import blackwell
 from support.checkpoints import tiny_checkpoints, write_checkpoint
 from support.checkpoints.tiny_configs import IN_BLOCKS
 from support.scripts import answer
+from tools.oracle.digests import digests
+from tools.oracle.replay import replay
 
 DEADLINE_S = 1400
 MODELS = {"dense": "Qwen3ForCausalLM", "experts": "Qwen3MoeForCausalLM"}

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from examination import Weights, built, said, started_on
-from oracle.digests import digests
-from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.tracer import trace
 from support import blackwell
 from support.checkpoints import write_weights
 from support.scripts import answer
+from tools.oracle.digests import digests
+from tools.oracle.replay import replay
 
 Engines = Mapping[str, Iterable[tuple[int, int]]]  # TP and EP by architecture
 Backends = Mapping[str, Mapping[str, str]]  # options of SGLang

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from examination import begin
-from oracle.digests import digest
-from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.derived import DerivedState
@@ -25,6 +23,8 @@ from sglang_reshard.trace.folded import flags_of
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights, write_checkpoint
 from support.scripts import answer
+from tools.oracle.digests import digest
+from tools.oracle.replay import replay
 
 _EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
 ROUTERS = {

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 
 from examination import built, said
-from oracle.digests import digests
-from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.errors import ReshardError
@@ -30,6 +28,8 @@ from support.checkpoints.tiny_checkpoints import write_weights
 from support.live_memory import differing
 from support.scripts import answer
 from support.sglang_state import published_arguments
+from tools.oracle.digests import digests
+from tools.oracle.replay import replay
 
 TP, SEEDS, DEADLINE_S = 2, (1, 2), 500
 SHARES_INDEXERS, SCALARS, NORMALIZER, BIASES = (

@@ -23,8 +23,6 @@ import transformers
 from architecture_cases import RESULTS
 from architectures import Architecture, generation
 from examination import begin, built, said, specs_of
-from oracle.digests import digests
-from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.engine.names.search import Reading, find_names, reading
 from sglang_reshard.engine.target_planning import LoaderNames
@@ -35,6 +33,8 @@ from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights, write_checkpoint
 from support.live_memory import differing, fill_with_garbage
 from support.scripts import answer
+from tools.oracle.digests import digests
+from tools.oracle.replay import replay
 
 Weights = dict[str, torch.Tensor]
 TP, DEADLINE_S = 2, 1500

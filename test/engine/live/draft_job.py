@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from demo import tiny_model
-from demo.trainer import Trainer
-from oracle.digests import digests
+from benchmark.demo import tiny_model
+from benchmark.demo.trainer import Trainer
 from sglang_reshard import WeightSender
 from sglang_reshard.patches.launch import without_torchrun_variables
 from sglang_reshard.testing import cpu_host
 from support.refusals import refusal_of
+from tools.oracle.digests import digests
 
 LOADER = "draft_job.write_each"
 SPECULATIVE = {

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from models_job import sharded
-from oracle.digests import LOADER, read_live_digests
 from sglang_reshard import VerlEngine
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.patches.stock_weights import SERVE_DUMMY
 from sglang_reshard.testing import cpu_host
 from support.tiny_qwen3_vl import PROMPT
+from tools.oracle.digests import LOADER, read_live_digests
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 NEW_TOKENS = 6

@@ -12,11 +12,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from oracle.digests import LOADER, read_live_digests
 from sglang_reshard import VerlEngine
 from sglang_reshard.patches.stock_weights import SERVE_DUMMY
 from sglang_reshard.testing import cpu_host
 from support.tiny_qwen3_vl import PROMPT, greedy_answer
+from tools.oracle.digests import LOADER, read_live_digests
 
 NEW_TOKENS = 8
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from demo import text, tiny_model
-from demo.reference import greedy_tokens
-from demo.trainer import Trainer
+from benchmark.demo import text, tiny_model
+from benchmark.demo.reference import greedy_tokens
+from benchmark.demo.trainer import Trainer
 from sglang_reshard import WeightSender
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.errors import ReshardError

@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from torch.distributed.device_mesh import init_device_mesh
 
-from demo import tiny_model
-from demo.trainer import Trainer
+from benchmark.demo import tiny_model
+from benchmark.demo.trainer import Trainer
 from sglang_reshard import Probe, WeightSender
 from sglang_reshard.extras.probe import module_logprobs
 from support.refusals import refusal_of

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from demo.reference import greedy_tokens
-from oracle.digests import LOADER, read_live_digests
+from benchmark.demo.reference import greedy_tokens
 from sglang_reshard import VerlEngine
 from sglang_reshard.patches.stock_weights import SERVE_DUMMY
 from sglang_reshard.testing import cpu_host
+from tools.oracle.digests import LOADER, read_live_digests
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 NEW_TOKENS = 8

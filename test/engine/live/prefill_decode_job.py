@@ -16,9 +16,8 @@ import httpx
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from demo import tiny_model
-from demo.trainer import Trainer
-from oracle.digests import LOADER, read_live_digests
+from benchmark.demo import tiny_model
+from benchmark.demo.trainer import Trainer
 from sglang_reshard import MultiEngineSender, RemoteEngine
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.patches.launch import without_torchrun_variables
@@ -26,6 +25,7 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.testing import cpu_host
 from support import nixl_env
 from support.servers import free_port, launch, serving
+from tools.oracle.digests import LOADER, read_live_digests
 
 MODES = ("prefill", "decode")
 # First NIXL's API with all memory in host memory, then NIXL.

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from oracle.digests import LOADER, read_live_digests, write_json
 from reshard_job import Job
 from sglang_reshard import Probe, VerlEngine
 from sglang_reshard.testing import cpu_host
 from support.refusals import refusal_of
+from tools.oracle.digests import LOADER, read_live_digests, write_json
 
 STALE = "probe_job.keep_stale_copies"
 SEQUENCES = [[*range(20, 52)], [7, 7, 7], [4098, 0, 1500, 3]]  # the vocabulary's last token among them

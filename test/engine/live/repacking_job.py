@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from demo import tiny_model
-from demo.trainer import Trainer
-from oracle.digests import LOADER, read_live_digests
+from benchmark.demo import tiny_model
+from benchmark.demo.trainer import Trainer
 from sglang_reshard import Snapshots, WeightSender
 from sglang_reshard.patches.launch import without_torchrun_variables
 from sglang_reshard.testing import cpu_host
+from tools.oracle.digests import LOADER, read_live_digests
 
 OPTIONS: tuple[dict[str, Any], ...] = ({"verify": "full"}, {"staged": True}, {})
 

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from demo import text, tiny_model
-from demo.reference import greedy_tokens
-from demo.trainer import Trainer
-from oracle.digests import LOADER, read_live_digests
+from benchmark.demo import text, tiny_model
+from benchmark.demo.reference import greedy_tokens
+from benchmark.demo.trainer import Trainer
 from sglang_reshard import VerlEngine
 from sglang_reshard.testing import cpu_host
 from support.refusals import refusal_of
+from tools.oracle.digests import LOADER, read_live_digests
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 

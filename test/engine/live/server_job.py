@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from demo import text, tiny_model
-from demo.reference import greedy_tokens
-from demo.trainer import Trainer
+from benchmark.demo import text, tiny_model
+from benchmark.demo.reference import greedy_tokens
+from benchmark.demo.trainer import Trainer
 from sglang_reshard import SnapshotFollower, Snapshots, VerlEngine, WeightSender
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.routes.p2p.trainer import P2pSender

@@ -8,16 +8,16 @@ from typing import Any
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from demo import text
-from demo.reference import greedy_tokens
+from benchmark.demo import text
+from benchmark.demo.reference import greedy_tokens
 from flights import GREEDY, Flight
-from oracle.digests import LOADER, read_live_digests
 from reshard_job import PROMPTS, Job
 from sglang_reshard.patches.engine import end
 from sglang_reshard.patches.launch import without_torchrun_variables
 from sglang_reshard.testing import cpu_host
 from stock_steps import all_steps
 from support.checkpoints import write_checkpoint
+from tools.oracle.digests import LOADER, read_live_digests
 from update_groups import UpdateGroup
 
 Digests = list[dict[str, str]]

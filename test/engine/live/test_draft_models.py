@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from oracle.stock import stock_digests
 from support.trainers import run_trainers
+from tools.oracle.stock import stock_digests
 
 pytestmark = [pytest.mark.engine]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from oracle.stock import stock_digests
 from support.tiny_qwen3_vl import write_image, write_qwen3_vl
 from support.trainers import run_trainers
+from tools.oracle.stock import stock_digests
 
 pytestmark = [pytest.mark.engine]
 

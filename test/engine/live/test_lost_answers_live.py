@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from demo import tiny_model
+from benchmark.demo import tiny_model
 from sglang_reshard.testing import cpu_host
 from support.servers import launch, serving
 from support.trainers import run_trainers

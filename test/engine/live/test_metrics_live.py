@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from demo import tiny_model
+from benchmark.demo import tiny_model
 from sglang_reshard import __version__
 from sglang_reshard.observability.probe_report import OUTCOMES
 from sglang_reshard.testing import cpu_host

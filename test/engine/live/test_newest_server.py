@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from demo import tiny_model
+from benchmark.demo import tiny_model
 from sglang_reshard import __version__
 from sglang_reshard.patches.sglang_versions import NEWEST
 from sglang_reshard.testing import cpu_host

@@ -2,11 +2,11 @@
 
 import pytest
 
-from oracle.digests import LOADER, read_live_digests
-from oracle.stock import stock_digests
 from sglang_reshard.cli.plan.forked_jobs import ChildFailed
 from sglang_reshard.testing import cpu_host
 from support.checkpoints import write_checkpoint
+from tools.oracle.digests import LOADER, read_live_digests
+from tools.oracle.stock import stock_digests
 
 pytestmark = pytest.mark.engine
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from demo.reference import greedy_tokens
-from oracle.stock import stock_digests
+from benchmark.demo.reference import greedy_tokens
 from prefill_decode_job import NEW_TOKENS, PROMPTS, UPDATES
 from support.nixl_env import needs_nixl
 from support.sglangs import chosen
 from support.trainers import run_trainers
+from tools.oracle.stock import stock_digests
 
 pytestmark = [pytest.mark.engine, pytest.mark.sweep, needs_nixl]
 

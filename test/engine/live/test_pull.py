@@ -15,8 +15,8 @@ import httpx
 import pytest
 import torch
 
-from demo import text, tiny_model
-from demo.reference import greedy_tokens
+from benchmark.demo import text, tiny_model
+from benchmark.demo.reference import greedy_tokens
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.protocol.session import Session

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from oracle.stock import stock_digests
 from support.reports import of_others
 from support.trainers import run_trainers
+from tools.oracle.stock import stock_digests
 
 pytestmark = [pytest.mark.engine]
 MIB = 1 << 20

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from oracle.stock import stock_digests
 from support.checkpoints import write_checkpoint
 from support.trainers import run_trainers
+from tools.oracle.stock import stock_digests
 
 pytestmark = [pytest.mark.engine]
 

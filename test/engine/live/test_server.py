@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from demo import tiny_model
+from benchmark.demo import tiny_model
 from sglang_reshard import __version__
 from sglang_reshard.testing import cpu_host
 from support.reports import of_others

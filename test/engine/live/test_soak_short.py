@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from benchmark import results
+from benchmark.demo import tiny_model
 from benchmark.soak import verdict, weights
 from benchmark.soak.clients import Tally
 from benchmark.soak.expected import Expected
 from benchmark.soak.footprint import Footprint, footprint
 from benchmark.soak.seen import Updated, Verified
-from demo import tiny_model
 from sglang_reshard.patches.shared_segments import segments_of
 from support.descendants import adoption
 from support.left_behind import settled

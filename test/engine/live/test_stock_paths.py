@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from oracle.stock import stock_digests
 from stock_outcomes import did_what_they_say
 from support.sglangs import chosen
 from support.trainers import run_trainers
+from tools.oracle.stock import stock_digests
 
 pytestmark = [pytest.mark.engine]
 JOB = {"source_tp": 2, "target_tp": 2, "dtype": "float32", "bucket_bytes": 1 << 20, "transport": "broadcast"}

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from torch.distributed.device_mesh import init_device_mesh
 
-from demo import tiny_model
+from benchmark.demo import tiny_model
 from sglang_reshard import DistributedUpdateWeightsReq, VerlEngine
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.patches import torn_weights

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from oracle.digests import digests
 from pair_models import weights
 from pairs import Pair, Placing
 from sglang_reshard.api.weight_sender import WeightSender
@@ -22,6 +21,7 @@ from sglang_reshard.trace.live_signature import live_signature
 from support.live_memory import differing, fill_with_garbage
 from support.nixl_env import use_nixl
 from support.world import Requests, Trainer
+from tools.oracle.digests import digests
 
 UPDATES = (1, 2, 3)
 TIMEOUT_S = 60.0

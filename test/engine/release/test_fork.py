@@ -18,8 +18,8 @@ import pytest
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
-from release import fork, stock
 from sglang_reshard import __version__
+from tools.release import fork, stock
 
 pytestmark = [pytest.mark.engine]
 
