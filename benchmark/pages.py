@@ -301,6 +301,22 @@ def control(path: Path) -> str:
     return "\n".join(lines)
 
 
+def control_transports(path: Path) -> str:
+    head, rows = results.load(path)
+    of_all = rows[0]
+    lines = [
+        f"{_measured_by(head, path)}. {' '.join(head['notes'])} {of_all['updates']} updates each, in turns, of "
+        f"{of_all['messages']} messages with {of_all['request_bytes']:,} bytes of requests.",
+        "",
+        "| connections | update, ms: median | a tenth below | a tenth above |",
+        "|---|---:|---:|---:|",
+    ]
+    for r in rows:
+        cells = [f"{r[f'seconds_{name}'] * 1e3:.2f}" for name in ("median", "p10", "p90")]
+        lines.append("| " + " | ".join([r["transport"], *cells]) + " |")
+    return "\n".join(lines)
+
+
 def trainers(path: Path) -> str:
     head, rows = results.load(path)
     lines = [
@@ -681,6 +697,9 @@ TABLES: dict[str, Table] = {
     "block-fp8": Table("docs/results/block-fp8.md", results.FOLDER / "block-fp8.json", block_fp8),
     "quantization": Table("docs/results/quantization.md", results.FOLDER / "quantization.json", quantization),
     "control": Table("docs/results/control.md", results.FOLDER / "control.json", control),
+    "control-transports": Table(
+        "docs/results/control.md", results.FOLDER / "control_transports.json", control_transports
+    ),
     "hosts": Table("docs/results/hosts.md", results.FOLDER / "hosts.json", hosts),
     "verl": Table("docs/results/verl.md", results.FOLDER / "verl.json", verl),
     "trainers": Table("docs/results/trainers.md", results.FOLDER / "trainers.json", trainers),
