@@ -25,8 +25,9 @@ from benchmark import results
 from benchmark.control import words
 from benchmark.control.words import Words
 from sglang_reshard.control import Address, ControlClient, ControlServer, protocol
-from sglang_reshard.control.limits import MemoryQuota
-from sglang_reshard.control.store import SessionStore
+from sglang_reshard.control.framing import read_message, read_request
+from sglang_reshard.control.server import MemoryQuota
+from sglang_reshard.control.store import SessionStore, execute
 
 PATH = results.FOLDER / "control_transports.json"
 TRAINER_RANKS, ENGINE_RANKS, WARMUPS, UPDATES = 2, 2, 20, 300
@@ -38,10 +39,7 @@ class OwnRank(ControlClient):
 
     def say(self, said: Words) -> None:
         for word in said:
-            if word.posted:
-                self._post(word.operation, *word.arguments)
-            else:
-                self._call(word.operation, *word.arguments, wait_s=_WAIT_S)
+            self._call(word.operation, *word.arguments, wait_s=_WAIT_S, wait=not word.posted)
 
 
 class ZmqRank:
@@ -74,7 +72,7 @@ class ZmqRank:
             for end in zmq.select([self._dealer, self._outgoing], [], [])[0]:
                 if end is self._outgoing:
                     self._dealer.send(self._outgoing.recv())
-                elif not isinstance(message := protocol.read_message(self._dealer.recv()), protocol.Event):
+                elif not isinstance(message := read_message(self._dealer.recv()), protocol.Event):
                     self._pending.pop(message.number).put(message)
 
 
@@ -102,11 +100,11 @@ def serve_zmq(link: Connection) -> None:
     router.curve_server = True
     link.send((router.bind_to_random_port("tcp://127.0.0.1"), public))
     timers, ranks = asyncio.new_event_loop(), dict[bytes, _Peer]()  # it does not run: no wait times out
-    store = SessionStore(MemoryQuota(), timers.call_later)
+    store = SessionStore(MemoryQuota().take, timers.call_later)
     while True:
         rank, body = router.recv_multipart()
-        number, name, arguments = protocol.read_request(body)
-        protocol.execute(store, protocol.Call(ranks.setdefault(rank, _Peer(router, rank)), number), name, arguments)
+        number, name, arguments = read_request(body)
+        execute(store, protocol.Call(ranks.setdefault(rank, _Peer(router, rank)), number), name, arguments)
 
 
 def update(ranks: list[Any], threads: ThreadPoolExecutor, number: int) -> tuple[float, int, int]:

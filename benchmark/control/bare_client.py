@@ -18,6 +18,7 @@ from sglang_reshard.control.framing import (
     FrameWriter,
     directions,
     proof,
+    read_message,
 )
 from sglang_reshard.control.sockets import configure
 
@@ -52,7 +53,7 @@ class BareClient(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for body in self._reader.feed(data):
-            message = protocol.read_message(body)
+            message = read_message(body)
             if not isinstance(message, protocol.Event):
                 self._pending.pop(message.number).set_result(message)
 

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any, cast
 
@@ -25,23 +26,62 @@ from sglang_reshard.control.framing import (
     FrameReader,
     FrameTooLarge,
     FrameWriter,
-    ProtocolError,
     directions,
     proof,
+    read_request,
 )
-from sglang_reshard.control.limits import DEFAULT_STORED_BYTES, MemoryQuota, QuotaExceeded, check_name
-from sglang_reshard.control.protocol import Call, operation
+from sglang_reshard.control.protocol import Call, ProtocolError, QuotaExceeded, operation
 from sglang_reshard.control.sockets import LOOK_S, SILENT_S, configure, listen, silent_seconds
-from sglang_reshard.control.store import SessionStore
+from sglang_reshard.control.store import SessionStore, check_name, execute
 
 logger = logging.getLogger(__name__)
 refusals = logger.getChild("refusals")
 
+DEFAULT_STORED_BYTES = 4 * 2**30
+MAX_NAMES = 1_000_000  # keys, scopes and all-gathers of all sessions
+_NAME_BYTES = 256  # about what Python takes for an entry of a dictionary, without the characters of its key
 MAX_UNSENT_BYTES = 2 * MAX_FRAME_BYTES
 _MAX_HANDSHAKES, _HANDSHAKE_S, _HANDSHAKE_WHEN_FULL_S = 64, 5.0, 1.0
 _FLUSH_S = 5.0  # for a client to take its replies after its session has ended
 _LOG_EVERY_S = 1.0
 _READ_BYTES = 256 * 1024
+
+
+class MemoryQuota:
+    """Counts the bytes and names that all sessions of a control server hold together, including unfinished frames and
+    unsent replies.
+    """
+
+    def __init__(
+        self,
+        stored_bytes: int = DEFAULT_STORED_BYTES,
+        names: int = MAX_NAMES,
+        recount: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`recount` gives back what is no longer held. It is called before anything is refused."""
+        self._max_bytes, self._max_names, self._recount = stored_bytes, names, recount
+        self.stored_bytes = self.names = 0
+
+    def take(self, size: int, names: int = 0) -> None:
+        """Accounts for `size` more bytes and `names` more names; negative numbers give back.
+
+        Raises QuotaExceeded without taking anything.
+        """
+        size += names * _NAME_BYTES
+        if size > 0 and self.stored_bytes + size > self._max_bytes:
+            self._recount()
+        if size > 0 and self.stored_bytes + size > self._max_bytes:
+            raise QuotaExceeded(
+                f"the control server's store is full: its limit is {self._max_bytes} bytes for the layouts and memory "
+                "handles of all sessions. Close senders that are no longer used"
+            )
+        if names > 0 and self.names + names > self._max_names:
+            raise QuotaExceeded(
+                f"the control server's store is full: its limit is {self._max_names} names for all sessions. Close "
+                "senders that are no longer used"
+            )
+        self.stored_bytes += size
+        self.names += names
 
 
 class _Connection(asyncio.BufferedProtocol):
@@ -68,7 +108,7 @@ class _Connection(asyncio.BufferedProtocol):
                 self._count()
             for body in bodies:
                 if not self.transport.is_closing():
-                    self._server.handle(self, *protocol.read_request(body))
+                    self._server.handle(self, *read_request(body))
         except ProtocolError as error:
             self._drop(str(error))
         except Exception:
@@ -221,7 +261,7 @@ class _Serving:
         connection = cast(_Connection, call.client)
         if connection.session is not None:
             raise ProtocolError("it sent a second hello")
-        self._stores.setdefault(session, SessionStore(self.quota, self._loop.call_later))
+        self._stores.setdefault(session, SessionStore(self.quota.take, self._loop.call_later))
         connection.session = session
 
     @operation
@@ -238,12 +278,12 @@ class _Serving:
         """Executes a request. Raises ProtocolError."""
         call = Call(connection, number)
         if name == "hello":
-            protocol.execute(self, call, name, arguments)
+            execute(self, call, name, arguments)
         elif connection.session is None:
             raise ProtocolError("its first request was not hello")
         else:
             owner = self if name == "end_session" else self._stores[connection.session]
-            protocol.execute(owner, call, name, arguments)
+            execute(owner, call, name, arguments)
 
     def disconnected(self, connection: _Connection) -> None:
         self.connections.discard(connection)
