@@ -70,15 +70,15 @@ class MemoryQuota:
         size += names * _NAME_BYTES
         if size > 0 and self.stored_bytes + size > self._max_bytes:
             self._recount()
+        full = ""
         if size > 0 and self.stored_bytes + size > self._max_bytes:
+            full = f"{self._max_bytes} bytes for the layouts and memory handles"
+        elif names > 0 and self.names + names > self._max_names:
+            full = f"{self._max_names} names"
+        if full:
             raise QuotaExceeded(
-                f"the control server's store is full: its limit is {self._max_bytes} bytes for the layouts and memory "
-                "handles of all sessions. Close senders that are no longer used"
-            )
-        if names > 0 and self.names + names > self._max_names:
-            raise QuotaExceeded(
-                f"the control server's store is full: its limit is {self._max_names} names for all sessions. Close "
-                "senders that are no longer used"
+                f"the control server's store is full: its limit is {full} of all sessions. Close senders that are no "
+                "longer used"
             )
         self.stored_bytes += size
         self.names += names
@@ -105,7 +105,7 @@ class _Connection(asyncio.BufferedProtocol):
         try:
             bodies = self._reader.feed(self._server.buffer[:nbytes])
             if self._on_its_way or self._reader.unfinished_bytes:
-                self._count()
+                self.count()
             for body in bodies:
                 if not self.transport.is_closing():
                     self._server.handle(self, *read_request(body))
@@ -115,7 +115,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._fail()
 
     def resume_writing(self) -> None:
-        self.recount()
+        self.count(grown=False)
 
     def eof_received(self) -> None:
         if self._reader.unfinished_bytes:
@@ -139,7 +139,7 @@ class _Connection(asyncio.BufferedProtocol):
         if (unsent := self.transport.get_write_buffer_size()) > MAX_UNSENT_BYTES:
             self._drop(f"it does not read its replies: {unsent} bytes could not be sent")
         elif unsent or self._on_its_way:
-            self._count()
+            self.count()
 
     def finish(self, message: protocol.Event) -> None:
         """Sends a last message and closes the connection, with or without it having been received."""
@@ -154,20 +154,14 @@ class _Connection(asyncio.BufferedProtocol):
             if (silent_s := silent_seconds(self.transport.get_extra_info("socket"))) > SILENT_S:
                 self._drop(f"its host has not acknowledged anything for {silent_s:.0f} s")
 
-    def recount(self) -> None:
-        """Gives back to the quota what has been sent, and so is no longer held, since it was counted."""
-        if (held := self._held()) < self._on_its_way:
-            self._server.quota.take(held - self._on_its_way)
-            self._on_its_way = held
+    def count(self, *, grown: bool = True) -> None:
+        """Counts in the quota what this connection holds, and ends it if all of them together hold more than that.
 
-    def _held(self) -> int:
-        return self._reader.unfinished_bytes + self.transport.get_write_buffer_size()
-
-    def _count(self) -> None:
-        """Ends the connection if all of them together hold more than the quota."""
-        if self.transport.is_closing():
+        grown  False to give back only what is no longer held
+        """
+        held = self._reader.unfinished_bytes + self.transport.get_write_buffer_size()
+        if self.transport.is_closing() or (held > self._on_its_way and not grown):
             return
-        held = self._held()
         try:
             self._server.quota.take(held - self._on_its_way)
         except QuotaExceeded as error:
@@ -296,7 +290,7 @@ class _Serving:
 
     def _recount(self) -> None:
         for connection in self.connections:
-            connection.recount()
+            connection.count(grown=False)
 
     def log_refusal(self, peer: str, why: str) -> None:
         """Logs at most one line a second: unauthenticated peers must not fill a disk."""

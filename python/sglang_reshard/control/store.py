@@ -300,7 +300,7 @@ class SessionStore:
             del self._waits[call.client]
 
     def _cancel(self, which: Callable[[Call], bool], reason: str | None) -> None:
-        """Ends some waits, with `reason` if there is one. Who waited in an all-gather is missing for the others."""
+        """Ends some waits, with `reason` if there is one. For the others of an all-gather these members are missing."""
         ended = []
         for get in {get for gets in self._gets.values() for get in gets if which(get.call)}:
             self._remove_get(get)
