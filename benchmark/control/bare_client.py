@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import itertools
-import secrets
-import socket
 from typing import Any
 
 from sglang_reshard.control import Address, protocol
-from sglang_reshard.control.framing import (
-    ANSWER_BYTES,
-    MAGIC,
-    NONCE_BYTES,
-    FrameReader,
-    FrameWriter,
-    directions,
-    proof,
-)
-from sglang_reshard.control.sockets import configure
+from sglang_reshard.control.framing import FrameReader, FrameWriter, read_message
+from sglang_reshard.control.handshake import connect
+
+_CONNECT_S = 60.0
 
 
 class BareClient(asyncio.Protocol):
@@ -34,25 +25,15 @@ class BareClient(asyncio.Protocol):
     @classmethod
     async def connect(cls, address: Address) -> BareClient:
         """Enters the session of `address`."""
-        loop, connection = asyncio.get_running_loop(), socket.socket()
+        connection, writer, reader = connect(address, _CONNECT_S)
         connection.setblocking(False)
-        await loop.sock_connect(connection, (address.host, address.port))
-        configure(connection)
-        nonce, answer = secrets.token_bytes(NONCE_BYTES), b""
-        await loop.sock_sendall(connection, MAGIC + nonce)
-        while len(answer) < ANSWER_BYTES:
-            answer += await loop.sock_recv(connection, ANSWER_BYTES - len(answer))
-        nonces = nonce, answer[:NONCE_BYTES]
-        assert hmac.compare_digest(answer[NONCE_BYTES:], proof(address.secret(), b"server", *nonces))
-        await loop.sock_sendall(connection, proof(address.secret(), b"client", *nonces))
-        client = cls(*directions(address.secret(), b"client", b"server", *nonces))
-        client._transport, _ = await loop.create_connection(lambda: client, sock=connection)
-        await client.call("hello", address.session)
+        client = cls(writer, reader)
+        client._transport, _ = await asyncio.get_running_loop().create_connection(lambda: client, sock=connection)
         return client
 
     def data_received(self, data: bytes) -> None:
         for body in self._reader.feed(data):
-            message = protocol.read_message(body)
+            message = read_message(body)
             if not isinstance(message, protocol.Event):
                 self._pending.pop(message.number).set_result(message)
 

@@ -51,11 +51,10 @@ class _Recorder(ControlClient):
         self._answers = answers
         self._state, self._callbacks, self._lost, self._closed = threading.Lock(), {}, None, False
 
-    def _post(self, operation: str, *arguments: Any) -> None:
-        self.words.append(Word(operation, arguments, posted=True))
-
-    def _call(self, operation: str, *arguments: Any, **_: Any) -> Any:
-        self.words.append(Word(operation, arguments))
+    def _call(self, operation: str, *arguments: Any, wait: bool = True, **_: Any) -> Any:
+        self.words.append(Word(operation, arguments, posted=not wait))
+        if not wait:
+            return None
         if operation == "get":
             return self._answers.pop(0)
         if operation == "revoke":

@@ -17,11 +17,12 @@ from sglang_reshard.control.framing import (
     MAGIC,
     FrameReader,
     FrameWriter,
-    ProtocolError,
     directions,
     proof,
+    read_message,
+    read_request,
 )
-from sglang_reshard.control.protocol import read_message, read_request
+from sglang_reshard.control.protocol import ProtocolError
 
 KEY = bytes(range(32))
 SOON_S = 60.0

@@ -289,7 +289,8 @@ def test_who_meddles_with_a_connection_ends_it_and_no_more(host, told, change, w
     with ControlClient(host.address, SOON_S) as witness:
         with Relay(host.address, change) as relay:
             client = ControlClient(relay.address, SOON_S)
-            client.on_lost((lost := threading.Event()).set)
+            lost = threading.Event()
+            client.watch("t", lambda _: lost.set())
             with contextlib.suppress(ReshardError):  # the first of two is as good as any
                 client.add("n", 1)
             assert lost.wait(SOON_S)

@@ -170,10 +170,13 @@ def test_an_abort_ends_waits_and_is_heard_by_watchers_once(clients, threads):
     c.watch("s", lambda reason: (heard.append(reason), again.set()))
     assert again.wait(SOON_S)
     assert heard == ["rank 0 ran out of memory"] * 2
-    with pytest.raises(Aborted, match="memory"):
-        c.enter("s", "rank 2")
-    a.delete_scope("s")
     c.enter("s", "rank 2")
+    with pytest.raises(Aborted, match="memory"):
+        c.get([], SOON_S, "s")
+    a.delete_scope("s")
+    a.num_keys()
+    c.enter("s", "rank 2")
+    c.get([], SOON_S, "s")
 
 
 def test_who_left_does_not_hear_and_does_not_abort(control_server, clients):
@@ -189,7 +192,8 @@ def test_who_left_does_not_hear_and_does_not_abort(control_server, clients):
     b.enter("s", "rank 1")  # not aborted
     b.cancel("s", "why")
     a.num_keys()
-    a.on_lost((lost := threading.Event()).set)
+    lost = threading.Event()
+    a.watch("t", lambda _: lost.set())
     a._socket.shutdown(2)
     assert lost.wait(SOON_S)
     time.sleep(0.05)
@@ -227,7 +231,7 @@ def test_a_client_that_breaks_fails_at_once_and_everyone_hears_who_it_was(client
     heard, lost = [], threading.Event()
     a.enter("s", "engine rank 3 (host h, process 123)")
     a.watch("s", heard.append)
-    a.on_lost(lost.set)
+    a.watch("t", lambda _: lost.set())
     own = threads.submit(a.get, ["x"], SOON_S)
     other = threads.submit(b.get, ["x"], SOON_S, "s")
     time.sleep(0.1)
@@ -239,10 +243,8 @@ def test_a_client_that_breaks_fails_at_once_and_everyone_hears_who_it_was(client
     assert lost.wait(SOON_S)
     settles(lambda: len(heard), 1)
     assert "can no longer be reached" in heard[0]
-    again, late = threading.Event(), []
-    a.on_lost(again.set)
+    late = []
     a.watch("t", late.append)
-    assert again.wait(SOON_S)
     settles(lambda: late, heard)
     for use in (a.num_keys, lambda: a.set({"x": b""}), lambda: a.enter("s", "me")):
         with pytest.raises(ConnectionLost):
@@ -254,7 +256,7 @@ def test_the_end_of_a_session_is_heard_by_its_other_clients_only(control_server,
     heard = []
     with ControlClient(control_server.address.named("other"), SOON_S) as other:
         for name, client in zip("abco", (*clients, other), strict=True):
-            client.on_lost(lambda name=name: heard.append(name))
+            client.watch("t", lambda _, name=name: heard.append(name))
         b.enter("s", "rank 1")
         other.set({"x": b"1"})
         a.set({"x": b"1"})
@@ -277,7 +279,6 @@ def test_who_closes_a_client_does_not_hear_of_its_loss_and_others_do_not_either(
     b.enter("s", "rank 1")
     b.watch("s", heard.append)
     a.watch("s", heard.append)
-    a.on_lost(lambda: heard.append("lost"))
     waiting = threads.submit(a.get, ["x"], SOON_S)
     time.sleep(0.1)
     a.close()
@@ -295,7 +296,7 @@ def test_who_closes_a_client_does_not_hear_of_its_loss_and_others_do_not_either(
 def test_the_end_of_the_server_is_heard_by_all(control_server, clients, threads):
     lost = [threading.Event() for _ in clients]
     for client, event in zip(clients, lost, strict=True):
-        client.on_lost(event.set)
+        client.watch("t", lambda _, event=event: event.set())
     waiting = [threads.submit(client.get, ["x"], SOON_S) for client in clients]
     time.sleep(0.1)
     control_server.close()
@@ -378,7 +379,7 @@ def test_of_replies_that_are_being_read_only_the_rest_counts(told):
     with ControlClient(host.address, SOON_S) as publisher:
         publisher.set({"big": bytes(20_000_000)})
         sock, writer, _ = connect(host.address, SOON_S)
-        sock.sendall(writer.frame((1, "get", (("big",), SOON_S, ""))))
+        sock.sendall(writer.frame((1, "get", (("big",), SOON_S, "", True))))
         settles(lambda: host.quota.stored_bytes > 30_000_000, True)
         left = 19_000_000
         while left > 0:  # it has not read all of its reply, and does not go on
@@ -395,7 +396,7 @@ def test_who_does_not_read_its_replies_is_dropped(control_server, clients, monke
     lazy.set({"x": bytes(1 << 20)})
     stuck = threading.Event()
     lazy._reader.feed = lambda piece: stuck.wait(SOON_S) and []
-    asked = [lazy._writer.frame((n, "get", (("x",), 1.0, ""))) for n in range(100, 1000)]
+    asked = [lazy._writer.frame((n, "get", (("x",), 1.0, "", True))) for n in range(100, 1000)]
 
     def ask_on():
         for frame in asked:
@@ -427,29 +428,30 @@ def test_nothing_is_left_behind():
 
 def test_what_is_posted_is_done_in_order_and_not_waited_for(control_server):
     with ControlClient(control_server.address, 10) as a, ControlClient(control_server.address, 10) as b:
-        a.post_enter("s", "rank 0")
-        a.post_set({"s/in": b"1"})
+        a.enter("s", "rank 0")
+        a.set({"s/in": b"1"}, wait=False)
         told = SimpleQueue()
         b.watch("s", told.put)
         b.cancel("s", "why")
         assert told.get(timeout=10) == "why"
-        a.post_enter("s", "rank 0")  # it is cancelled: the next wait says so
+        a.enter("s", "rank 0")  # it is cancelled: the next wait says so
         with pytest.raises(Aborted, match="why"):
             a.get(["never"], 10, "s")
         late = SimpleQueue()
         a.watch("s", late.put)
         assert late.get(timeout=10) == "why"
-        a.post_leave("s")
-        a.post_delete_scope("s")
+        a.leave("s")
+        a.delete_scope("s")
         assert a.num_keys() == 0
-        a.enter("s", "rank 0")  # not aborted
+        a.enter("s", "rank 0")
+        assert a.get([], 10, "s") == []
 
 
 def test_a_posted_request_that_is_refused_ends_the_connection(control_server):
     client = ControlClient(control_server.address, 10)
     lost = SimpleQueue()
-    client.on_lost(lambda: lost.put("lost"))
-    client.post_enter("x" * 100_000, "rank 0")
+    client.watch("t", lambda _: lost.put("lost"))
+    client.enter("x" * 100_000, "rank 0")
     assert lost.get(timeout=10) == "lost"
     with pytest.raises(ConnectionLost):
         client.num_keys()

@@ -148,7 +148,7 @@ def test_when_the_servers_process_is_killed_all_clients_are_lost():
     with process(keep_server) as (keeper, pipe):
         address = said(pipe)
         client, lost = ControlClient(address, SOON_S), threading.Event()
-        client.on_lost(lost.set)
+        client.watch("t", lambda _: lost.set())
         with ThreadPoolExecutor() as threads:
             waiting = threads.submit(client.all_gather, "g", 0, 2, b"", SOON_S)
             time.sleep(0.2)
@@ -170,7 +170,7 @@ def test_a_server_that_stands_still_is_not_waited_for_for_ever(monkeypatch):
     with process(keep_server) as (keeper, pipe):
         address = said(pipe)
         client, quick, lost = ControlClient(address, 1.0), ControlClient(address, 0.7), threading.Event()
-        client.on_lost(lost.set)
+        client.watch("t", lambda _: lost.set())
         os.kill(keeper.pid, signal.SIGSTOP)
         start = time.monotonic()
         with pytest.raises(ConnectionLost, match=r"it did not answer within 1\.5 s"):

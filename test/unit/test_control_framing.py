@@ -11,11 +11,12 @@ from sglang_reshard.control.framing import (
     FrameReader,
     FrameTooLarge,
     FrameWriter,
-    ProtocolError,
     directions,
     proof,
+    read_message,
+    read_request,
 )
-from sglang_reshard.control.protocol import Event, Refused, Result, read_message, read_request
+from sglang_reshard.control.protocol import Event, ProtocolError, Refused, Result
 
 KEY = bytes(range(32))
 

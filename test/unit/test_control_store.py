@@ -3,9 +3,11 @@
 import msgspec
 import pytest
 
-from sglang_reshard.control import allgather, protocol, store
-from sglang_reshard.control.limits import MAX_NAME_CHARACTERS, MAX_WAITS, MemoryQuota
-from sglang_reshard.control.store import SessionStore
+from sglang_reshard.control import protocol, store
+from sglang_reshard.control.framing import read_request
+from sglang_reshard.control.scopes import MAX_NAME_CHARACTERS
+from sglang_reshard.control.server import MemoryQuota
+from sglang_reshard.control.store import MAX_WAITS, SessionStore, execute
 
 DISCONNECTED = "disconnected unexpectedly; was its process killed? Check its log"
 
@@ -37,7 +39,7 @@ class Table:
     def __init__(self):
         self.sent, self.clients, self.timers, self.now = [], {}, [], 0.0
         self.quota = MemoryQuota(10**6)
-        self.store = SessionStore(self.quota, self.call_later)
+        self.store = SessionStore(self.quota.take, self.call_later)
 
     def call_later(self, delay, function):
         self.timers.append(timer := Timer(self.now + delay, function))
@@ -55,8 +57,8 @@ def table():
 def ask(table, member, operation, *arguments):
     """What is sent to anybody at once."""
     table.sent.clear()
-    number, name, arguments = protocol.read_request(msgspec.msgpack.encode((1, operation, arguments)))
-    protocol.execute(table.store, protocol.Call(table.client(member), number), name, arguments)
+    number, name, arguments = read_request(msgspec.msgpack.encode((1, operation, arguments)))
+    execute(table.store, protocol.Call(table.client(member), number), name, arguments)
     return list(table.sent)
 
 
@@ -71,7 +73,7 @@ def later(table, now):
 
 
 def get(table, member, *keys, timeout_s=10.0, scope=""):
-    return ask(table, member, "get", keys, timeout_s, scope)
+    return ask(table, member, "get", keys, timeout_s, scope, True)
 
 
 def gather(table, member, index, size=2, data=b"", timeout_s=10.0, scope="", name="g", mark=""):
@@ -354,9 +356,8 @@ def test_names_are_bounded_in_number_and_length(table):
     long = "x" * (MAX_NAME_CHARACTERS + 1)
     for kind, fields in (
         ("set", ({long: b""},)),
-        ("get", ((long,), 1.0, "")),
-        ("get", (("k",), 1.0, long)),
-        ("wait", ((long,), 1.0, "")),
+        ("get", ((long,), 1.0, "", True)),
+        ("get", (("k",), 1.0, long, False)),
         ("all_gather", (long, 0, 2, b"", 1.0, "", "")),
         ("enter", (long, "who", "")),
         ("compare_set", (long, b"", b"")),
@@ -377,7 +378,6 @@ def test_waits_are_bounded(table):
 
 def test_answers_are_bounded(table, monkeypatch):
     monkeypatch.setattr(store, "MAX_FRAME_BYTES", 1000)
-    monkeypatch.setattr(allgather, "MAX_FRAME_BYTES", 1000)
     ask(table, "a", "set", {"x": bytes(600), "y": bytes(600)})
     assert isinstance(get(table, "a", "x")[0][1], protocol.Result)
     ((_, refused),) = get(table, "a", "x", "y")
@@ -394,7 +394,7 @@ def test_timers_of_waits_that_have_ended_are_cancelled(table):
     ask(table, "b", "set", {"x": b""})
     gather(table, "b", 1)
     table.store.disconnected(table.client("b"))
-    assert len(table.timers) == 3
+    assert len(table.timers) == 4
     assert all(timer.cancelled for timer in table.timers)
 
 

@@ -208,7 +208,7 @@ def test_a_trainer_that_is_there_is_asked_once_over_one_connection(monkeypatch: 
         monkeypatch.setattr(ControlClient, "_call", lambda *a, **o: asked.append(a[1:3]) or call(*a, **o))
         for _ in range(3):
             trainers.find(request(address))
-        assert asked == [("wait", ("0" * 32, handles_key(0, "h"))), ("wait", ()), ("wait", ())]
+        assert asked == [("get", ("0" * 32, handles_key(0, "h"))), ("get", ()), ("get", ())]
     with in_the_update() as address:  # another session
         with pytest.raises(DeadlineExceeded):
             trainers.find(request(address, 0.2))

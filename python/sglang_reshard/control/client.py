@@ -15,11 +15,9 @@ from typing import Any
 
 from sglang_reshard.control import protocol
 from sglang_reshard.control.address import Address
-from sglang_reshard.control.framing import (
-    FrameTooLarge,
-    ProtocolError,
-)
+from sglang_reshard.control.framing import FrameTooLarge, read_message
 from sglang_reshard.control.handshake import connect, server_name
+from sglang_reshard.control.protocol import ProtocolError
 from sglang_reshard.control.sockets import LOOK_S, SILENT_S, silent_seconds
 from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, ReshardError
 
@@ -59,7 +57,9 @@ class Standing:
 class ControlClient:
     """A connection to a control server. Any number of threads may wait at once. Its owner has to close it.
 
-    Every method raises ConnectionLost once the server, the session or the connection has ended.
+    Requests are executed in their order. Those without a result do not wait for the server, where nothing else is said:
+    one that is refused ends the connection. Every method raises ConnectionLost once the server, the session or the
+    connection has ended.
     """
 
     def __init__(self, address: Address, timeout_s: float, connect_s: float | None = None) -> None:
@@ -74,7 +74,7 @@ class ControlClient:
         self._state, self._sending = threading.Lock(), threading.Lock()
         self._numbers = itertools.count(1)
         self._pending: dict[int, SimpleQueue[protocol.Reply | None]] = {}
-        self._callbacks: dict[str | None, list[Callable[[str], None]]] = {}  # by scope; None is the connection
+        self._callbacks: dict[str, list[Callable[[str], None]]] = {}  # by scope
         self._lost: str | None = None
         self._closed = False
         self._kept_alive: list[object] = []
@@ -86,12 +86,9 @@ class ControlClient:
 
     # -- keys
 
-    def set(self, items: Mapping[str, bytes]) -> None:
-        self._call("set", dict(items))
-
-    def post_set(self, items: Mapping[str, bytes]) -> None:
-        """As `set`, without waiting for it."""
-        self._post("set", dict(items))
+    def set(self, items: Mapping[str, bytes], *, wait: bool = True) -> None:
+        """Sets keys. Unless it is to `wait`, values that are refused end the connection, and nothing is raised."""
+        self._call("set", dict(items), wait=wait)
 
     @property
     def local_address(self) -> str:
@@ -106,11 +103,11 @@ class ControlClient:
         Raises WaitTimedOut, DeadlineExceeded if there is an `explain`, or Aborted if `scope` is cancelled or no rank is
         in it.
         """
-        return self._call("get", tuple(keys), timeout_s, scope, wait_s=timeout_s, explain=explain)
+        return self._call("get", tuple(keys), timeout_s, scope, True, wait_s=timeout_s, explain=explain)
 
     def wait(self, keys: Sequence[str], timeout_s: float, scope: str = "") -> None:
         """Waits like `get`, without receiving the values."""
-        self._call("wait", tuple(keys), timeout_s, scope, wait_s=timeout_s)
+        self._call("get", tuple(keys), timeout_s, scope, False, wait_s=timeout_s)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         return self._call("exists", tuple(keys))
@@ -169,37 +166,25 @@ class ControlClient:
     def enter(self, scope: str, who: str, within: str = "") -> None:
         """Becomes a member: until `leave`, the end of this connection cancels the scope.
 
-        Raises Aborted if the scope is cancelled already, or has ended, or has a mark.
+        If the scope is cancelled already, or has ended, or has a mark, the next wait in it raises Aborted.
 
         Args:
             who: names this process in the reason, "engine rank 3 (host h, process 123)".
             within: a scope that must have members already.
         """
-        self._call("enter", scope, who, within)
-
-    def post_enter(self, scope: str, who: str, within: str = "") -> None:
-        """As `enter`, without waiting for it: where that would raise Aborted, the next wait in the scope does."""
-        self._post("enter", scope, who, within)
+        self._call("enter", scope, who, within, wait=False)
 
     def leave(self, scope: str) -> None:
-        self._forget_callbacks(scope)
-        self._call("leave", scope)
+        with self._state:
+            self._callbacks.pop(scope, None)
+        self._call("leave", scope, wait=False)
 
-    def post_leave(self, scope: str) -> None:
-        """As `leave`, without waiting for it."""
-        self._forget_callbacks(scope)
-        self._post("leave", scope)
-
-    def cancel(self, scope: str, reason: str) -> None:
+    def cancel(self, scope: str, reason: str, *, wait: bool = True) -> None:
         """Makes all waits in the scope, now or later, raise Aborted(reason). The first reason stays.
 
         Scopes whose names begin with `scope` and a slash are in it, and are cancelled too.
         """
-        self._call("cancel", scope, reason)
-
-    def post_cancel(self, scope: str, reason: str) -> None:
-        """As `cancel`, without waiting for it."""
-        self._post("cancel", scope, reason)
+        self._call("cancel", scope, reason, wait=wait)
 
     def revoke(self, scope: str, reason: str) -> Standing:
         """Cancels a scope unless it has a mark, and returns which of the two it is: one excludes the other for ever.
@@ -209,21 +194,25 @@ class ControlClient:
         mark, why, members = self._call("revoke", scope, reason)
         return Standing(mark.decode(), why.decode(), int(members))
 
-    def post_end_scope(self, scope: str) -> None:
+    def end_scope(self, scope: str) -> None:
         """Ends a scope whose name ends with a number, and all of lower numbers: no rank can enter them afterwards.
 
-        Those in it are cancelled unless they have a mark. Waits in the scope itself go on. Does not wait for it.
+        Those in it are cancelled unless they have a mark. Waits in the scope itself go on.
         """
-        self._post("end_scope", scope)
+        self._call("end_scope", scope, wait=False)
 
     def watch(self, scope: str, callback: Callable[[str], None]) -> None:
         """Calls `callback(reason)` once, in a new thread, when the scope is cancelled or the connection is lost.
 
-        At once if either is so already; not after `leave`. Does not wait for the server.
+        At once if either is so already; not after `leave`.
         """
-        self._add_callback(scope, callback)
+        with self._state:
+            if self._lost is None:
+                self._callbacks.setdefault(scope, []).append(callback)
+            elif not self._closed:
+                _start(callback, str(self._error()))
         try:
-            self._post("watch", scope)
+            self._call("watch", scope, wait=False)
         except ConnectionLost:  # which `callback` is called for, unless this side closed the connection
             if self._closed:
                 raise
@@ -241,11 +230,7 @@ class ControlClient:
         """Deletes the keys `scope/...`, and lets the server forget that the scope was cancelled, and its all-gathers
         that timed out.
         """
-        self._call("delete_scope", scope)
-
-    def post_delete_scope(self, scope: str) -> None:
-        """As `delete_scope`, without waiting for it."""
-        self._post("delete_scope", scope)
+        self._call("delete_scope", scope, wait=False)
 
     # -- the end
 
@@ -254,17 +239,23 @@ class ControlClient:
         """True once the server, the session or the connection has ended: every method raises ConnectionLost."""
         return self._lost is not None
 
-    def on_lost(self, callback: Callable[[], None]) -> None:
-        """Calls `callback()` once, in a new thread, when the server, the session or the connection ends."""
-        self._add_callback(None, lambda _: callback())
-
     def end_session(self) -> None:
         """Deletes the keys of this session and disconnects its other clients."""
         self._call("end_session")
 
     def lose(self, why: str) -> None:
         """Ends the connection without waiting for the server: all waits raise ConnectionLost with this reason."""
-        self._lose(why)
+        with self._state:
+            if self._lost is not None:
+                return
+            self._lost = why
+            pending = list(self._pending.values())
+            callbacks, self._callbacks = self._callbacks, {}
+        self._disconnect()
+        for replies in pending:
+            replies.put(None)
+        for callback in itertools.chain.from_iterable(callbacks.values()):
+            _start(callback, str(self._error()))
 
     def drop_with(self, owner: object) -> None:
         """Ends the connection when its owner is garbage-collected without having closed it."""
@@ -288,7 +279,7 @@ class ControlClient:
             self._callbacks = {}
         with contextlib.suppress(ConnectionLost):
             self._request("disconnect", (), _CLOSE_S)
-        self._lose("this connection to the control server is closed")
+        self.lose("this connection to the control server is closed")
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -301,9 +292,22 @@ class ControlClient:
     # -- requests
 
     def _call(
-        self, operation: str, *arguments: Any, wait_s: float | None = None, explain: Explain | None = None
+        self,
+        operation: str,
+        *arguments: Any,
+        wait_s: float | None = None,
+        explain: Explain | None = None,
+        wait: bool = True,
     ) -> Any:
-        """Returns the result of an operation. `wait_s`: how long the server itself may wait."""
+        """Returns the result of an operation. `wait_s`: how long the server itself may wait.
+
+        wait  False for an operation that nobody waits for: its number is negative, and only a failure is replied to
+        """
+        if not wait:
+            with self._state:
+                self._check_not_lost()
+            self._send((-next(self._numbers), operation, arguments))
+            return None
         timeout_s = max(self._timeout_s, 0.0 if wait_s is None else max(wait_s, 0.0) + GRACE_S)
         reply = self._request(operation, arguments, timeout_s)
         if isinstance(reply, protocol.Result):
@@ -316,31 +320,26 @@ class ControlClient:
             raise Aborted(reply.reason)
         raise ReshardError(f"{server_name(self.address)} refused `{operation}`: {reply.message}")
 
-    def _post(self, operation: str, *arguments: Any) -> None:
-        """Requests an operation that is not waited for: its number is negative, and only a failure is replied to."""
-        number = -next(self._numbers)
-        with self._state:
-            if self._lost is not None:
-                raise self._error()
-        self._send((number, operation, arguments))
-
     def _request(self, operation: str, arguments: tuple[Any, ...], timeout_s: float) -> protocol.Reply:
         number, replies = next(self._numbers), SimpleQueue[protocol.Reply | None]()
         with self._state:
-            if self._lost is not None:
-                raise self._error()
+            self._check_not_lost()
             self._pending[number] = replies
         reply = None
         try:
             self._send((number, operation, arguments))
             reply = replies.get(timeout=min(timeout_s, threading.TIMEOUT_MAX))
         except Empty:
-            self._lose(f"it did not answer within {timeout_s:g} s")
+            self.lose(f"it did not answer within {timeout_s:g} s")
         finally:
             self._pending.pop(number, None)
         if reply is None:
             raise self._error()
         return reply
+
+    def _check_not_lost(self) -> None:
+        if self._lost is not None:
+            raise self._error()
 
     def _send(self, request: tuple[int, str, tuple[Any, ...]]) -> None:
         with self._sending:
@@ -352,9 +351,9 @@ class ControlClient:
                 while frame:
                     frame = frame[self._socket.send(frame) :]
             except OSError as error:
-                self._lose(f"sending to it failed ({error}); check the log of trainer rank 0")
+                self.lose(f"sending to it failed ({error}); check the log of trainer rank 0")
             except BaseException:  # the server would not understand what follows half a frame
-                self._lose("this process was interrupted while sending to it")
+                self.lose("this process was interrupted while sending to it")
                 raise
 
     # -- replies and events, in the client's thread
@@ -374,58 +373,30 @@ class ControlClient:
                 if not data:
                     break
                 for body in self._reader.feed(data):
-                    self._handle(protocol.read_message(body))
+                    self._handle(read_message(body))
         except ProtocolError as error:
             why = f"it sent invalid data: {error}"
         except OSError:
             pass
         finally:  # in any case: nothing else would end the waits
-            self._lose(why)
+            self.lose(why)
             with self._sending:
                 self._socket.close()
 
     def _handle(self, message: protocol.Reply | protocol.Event) -> None:
         if isinstance(message, protocol.Event):
             if message.scope is None:
-                self._lose(message.reason)
-            else:
-                self._cancelled(message.scope, message.reason)
+                self.lose(message.reason)
+                return
+            with self._state:
+                callbacks = self._callbacks.pop(message.scope, [])
+            for callback in callbacks:
+                _start(callback, message.reason)
         elif message.number < 0:
             if isinstance(message, protocol.Refused):  # else it is Cancelled, as the next wait in the scope will be
-                self._lose(f"it refused a request: {message.message}")
+                self.lose(f"it refused a request: {message.message}")
         elif (replies := self._pending.pop(message.number, None)) is not None:
             replies.put(message)
-
-    def _cancelled(self, scope: str, reason: str) -> None:
-        with self._state:
-            callbacks = self._callbacks.pop(scope, [])
-        for callback in callbacks:
-            _start(callback, reason)
-
-    def _forget_callbacks(self, scope: str) -> None:
-        with self._state:
-            self._callbacks.pop(scope, None)
-
-    def _add_callback(self, scope: str | None, callback: Callable[[str], None]) -> None:
-        with self._state:
-            if self._lost is None:
-                self._callbacks.setdefault(scope, []).append(callback)
-            elif not self._closed:
-                _start(callback, str(self._error()))
-
-    def _lose(self, why: str) -> None:
-        """Ends the connection, for the first reason: all waits fail and callbacks are called."""
-        with self._state:
-            if self._lost is not None:
-                return
-            self._lost = why
-            pending = list(self._pending.values())
-            callbacks, self._callbacks = self._callbacks, {}
-        self._disconnect()
-        for replies in pending:
-            replies.put(None)
-        for callback in itertools.chain.from_iterable(callbacks.values()):
-            _start(callback, str(self._error()))
 
     def _error(self) -> ConnectionLost:
         return ConnectionLost(f"{server_name(self.address)} can no longer be reached: {self._lost}")

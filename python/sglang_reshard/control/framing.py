@@ -1,4 +1,4 @@
-"""Frames and authentication: the bytes of a connection between a control client and a control server.
+"""Frames, authentication and decoding: the bytes of a connection between a control client and a control server.
 
     client to server   MAGIC, client nonce
     server to client   server nonce, proof
@@ -19,8 +19,11 @@ from __future__ import annotations
 
 import hmac
 import struct
+from typing import Any
 
 import msgspec
+
+from sglang_reshard.control.protocol import OPERATIONS, Event, ProtocolError, Reply
 
 MAGIC = b"reshard3"
 NONCE_BYTES = PROOF_BYTES = MAC_BYTES = 32
@@ -31,10 +34,9 @@ MAX_FRAME_BYTES = 256 * 2**20
 _LENGTH, _HEAD, _NUMBER = struct.Struct(">I"), struct.Struct(">IQ"), struct.Struct(">Q")
 _MIN_LENGTH = _NUMBER.size + MAC_BYTES
 _encoder = msgspec.msgpack.Encoder()
-
-
-class ProtocolError(Exception):
-    """Received bytes are not what an authenticated peer sends; the connection must be closed."""
+_requests = msgspec.msgpack.Decoder(tuple[int, str, msgspec.Raw])
+_messages = msgspec.msgpack.Decoder(Reply | Event)
+_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class FrameTooLarge(Exception):
@@ -123,3 +125,22 @@ def directions(
         return hmac.digest(key, b"sglang-reshard frames of " + side + client_nonce + server_nonce, "sha256")
 
     return FrameWriter(direction_key(own)), FrameReader(direction_key(other))
+
+
+def read_request(body: bytes | memoryview) -> tuple[int, str, tuple[Any, ...]]:
+    """Returns number, operation and arguments. Raises ProtocolError."""
+    try:
+        number, name, arguments = _requests.decode(body)
+        if name not in OPERATIONS:
+            raise ProtocolError(f"unknown operation {name[:80]!r}")
+        return number, name, OPERATIONS[name].decode(arguments)
+    except _UNDECODABLE as error:
+        raise ProtocolError(f"a message cannot be decoded: {error}") from error
+
+
+def read_message(body: bytes | memoryview) -> Reply | Event:
+    """Returns what a control server sent. Raises ProtocolError."""
+    try:
+        return _messages.decode(body)
+    except _UNDECODABLE as error:
+        raise ProtocolError(f"a message cannot be decoded: {error}") from error

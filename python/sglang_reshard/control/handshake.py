@@ -18,10 +18,11 @@ from sglang_reshard.control.framing import (
     NONCE_BYTES,
     FrameReader,
     FrameWriter,
-    ProtocolError,
     directions,
     proof,
+    read_message,
 )
+from sglang_reshard.control.protocol import ProtocolError
 from sglang_reshard.control.sockets import configure
 from sglang_reshard.errors import DeadlineExceeded, ReshardError, Unauthorized
 
@@ -79,7 +80,7 @@ def _try_connect(address: Address, end: float) -> tuple[socket.socket, FrameWrit
         connection.sendall(proof(key, b"client", *nonces) + writer.frame((0, "hello", (address.session,))))
         while not (bodies := reader.feed(_read(connection, _READ_BYTES, end))):
             pass
-        reply = protocol.read_message(bodies[0])  # the only one: a server sends nothing before the next request
+        reply = read_message(bodies[0])  # the only one: a server sends nothing before the next request
         if isinstance(reply, protocol.Refused):
             raise ReshardError(f"{server_name(address)} refused the connection: {reply.message}")
         return connection, writer, reader

@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from sglang_reshard.control import protocol
-from sglang_reshard.control.limits import MAX_NAME_CHARACTERS, MAX_REASON_CHARACTERS, MemoryQuota, QuotaExceeded
-from sglang_reshard.control.protocol import Client
+from sglang_reshard.control.protocol import Client, QuotaExceeded
 from sglang_reshard.errors import Aborted
 
+MAX_NAME_CHARACTERS = 1024
+_MAX_REASON_CHARACTERS = 64 * 1024
 _REMEMBERED = 4096  # scopes that are deleted, for members that were disconnected
 _NAMES_IN_USE = 64  # of scopes that are looked up again and again: those of one update
+
+Take = Callable[..., None]  # `server.MemoryQuota.take`
 
 
 @dataclass(eq=False, slots=True)
@@ -39,9 +42,9 @@ class CancelScopes:
     A scope exists while it has members or watchers, and, once it is cancelled, until it is deleted.
     """
 
-    def __init__(self, quota: MemoryQuota, on_cancel: Callable[[str, str], None]) -> None:
+    def __init__(self, take: Take, on_cancel: Callable[[str, str], None]) -> None:
         """`on_cancel` is called with scope and reason."""
-        self._quota, self._on_cancel = quota, on_cancel
+        self._take, self._on_cancel = take, on_cancel
         self._scopes: dict[str, _Scope] = {}
         self._ended: dict[str, int] = {}  # family of scopes -> the highest number that has ended
         self._marks: OrderedDict[str, str] = OrderedDict()  # of deleted scopes; empty for those that were cancelled
@@ -113,7 +116,7 @@ class CancelScopes:
     def cancel(self, name: str, reason: str) -> None:
         """Cancels a scope and all that are in it. The first reason of each stays."""
         self._scope(name)
-        reason = reason[:MAX_REASON_CHARACTERS]
+        reason = reason[:_MAX_REASON_CHARACTERS]
         for within in [other for other in self._scopes if is_within(other, name)]:
             scope = self._scopes[within]
             if scope.reason is None:
@@ -165,7 +168,7 @@ class CancelScopes:
         if number < 0:
             raise QuotaExceeded(f"{name} does not end with a number")
         if family not in self._ended:
-            self._quota.take(0, 1)
+            self._take(0, 1)
         self._ended[family] = max(number, self._ended.get(family, -1))
         for within in [other for other in self._scopes if is_within(other, name) and other != name]:
             if not self._scopes[within].mark:
@@ -187,13 +190,13 @@ class CancelScopes:
     def delete_all(self) -> None:
         for name in list(self._scopes):
             self._delete(name)
-        self._quota.take(0, -len(self._ended))
+        self._take(0, -len(self._ended))
         self._ended, self._marks = {}, OrderedDict()
 
     def _delete(self, name: str) -> None:
         if (scope := self._scopes.pop(name, None)) is None:
             return
-        self._quota.take(-len(name), -1)
+        self._take(-len(name), -1)
         if scope.mark or scope.reason is not None:
             self._marks[name] = scope.mark
             if len(self._marks) > _REMEMBERED:
@@ -201,7 +204,7 @@ class CancelScopes:
 
     def _scope(self, name: str) -> _Scope:
         if name not in self._scopes:
-            self._quota.take(len(name), 1)
+            self._take(len(name), 1)
             self._scopes[name] = _Scope()
         return self._scopes[name]
 

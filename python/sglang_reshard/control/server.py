@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any, cast
 
@@ -25,23 +26,62 @@ from sglang_reshard.control.framing import (
     FrameReader,
     FrameTooLarge,
     FrameWriter,
-    ProtocolError,
     directions,
     proof,
+    read_request,
 )
-from sglang_reshard.control.limits import DEFAULT_STORED_BYTES, MemoryQuota, QuotaExceeded, check_name
-from sglang_reshard.control.protocol import Call, operation
+from sglang_reshard.control.protocol import Call, ProtocolError, QuotaExceeded, operation
 from sglang_reshard.control.sockets import LOOK_S, SILENT_S, configure, listen, silent_seconds
-from sglang_reshard.control.store import SessionStore
+from sglang_reshard.control.store import SessionStore, check_name, execute
 
 logger = logging.getLogger(__name__)
 refusals = logger.getChild("refusals")
 
+DEFAULT_STORED_BYTES = 4 * 2**30
+MAX_NAMES = 1_000_000  # keys, scopes and all-gathers of all sessions
+_NAME_BYTES = 256  # about what Python takes for an entry of a dictionary, without the characters of its key
 MAX_UNSENT_BYTES = 2 * MAX_FRAME_BYTES
 _MAX_HANDSHAKES, _HANDSHAKE_S, _HANDSHAKE_WHEN_FULL_S = 64, 5.0, 1.0
 _FLUSH_S = 5.0  # for a client to take its replies after its session has ended
 _LOG_EVERY_S = 1.0
 _READ_BYTES = 256 * 1024
+
+
+class MemoryQuota:
+    """Counts the bytes and names that all sessions of a control server hold together, including unfinished frames and
+    unsent replies.
+    """
+
+    def __init__(
+        self,
+        stored_bytes: int = DEFAULT_STORED_BYTES,
+        names: int = MAX_NAMES,
+        recount: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`recount` gives back what is no longer held. It is called before anything is refused."""
+        self._max_bytes, self._max_names, self._recount = stored_bytes, names, recount
+        self.stored_bytes = self.names = 0
+
+    def take(self, size: int, names: int = 0) -> None:
+        """Accounts for `size` more bytes and `names` more names; negative numbers give back.
+
+        Raises QuotaExceeded without taking anything.
+        """
+        size += names * _NAME_BYTES
+        if size > 0 and self.stored_bytes + size > self._max_bytes:
+            self._recount()
+        full = ""
+        if size > 0 and self.stored_bytes + size > self._max_bytes:
+            full = f"{self._max_bytes} bytes for the layouts and memory handles"
+        elif names > 0 and self.names + names > self._max_names:
+            full = f"{self._max_names} names"
+        if full:
+            raise QuotaExceeded(
+                f"the control server's store is full: its limit is {full} of all sessions. Close senders that are no "
+                "longer used"
+            )
+        self.stored_bytes += size
+        self.names += names
 
 
 class _Connection(asyncio.BufferedProtocol):
@@ -65,17 +105,17 @@ class _Connection(asyncio.BufferedProtocol):
         try:
             bodies = self._reader.feed(self._server.buffer[:nbytes])
             if self._on_its_way or self._reader.unfinished_bytes:
-                self._count()
+                self.count()
             for body in bodies:
                 if not self.transport.is_closing():
-                    self._server.handle(self, *protocol.read_request(body))
+                    self._server.handle(self, *read_request(body))
         except ProtocolError as error:
             self._drop(str(error))
         except Exception:
             self._fail()
 
     def resume_writing(self) -> None:
-        self.recount()
+        self.count(grown=False)
 
     def eof_received(self) -> None:
         if self._reader.unfinished_bytes:
@@ -99,7 +139,7 @@ class _Connection(asyncio.BufferedProtocol):
         if (unsent := self.transport.get_write_buffer_size()) > MAX_UNSENT_BYTES:
             self._drop(f"it does not read its replies: {unsent} bytes could not be sent")
         elif unsent or self._on_its_way:
-            self._count()
+            self.count()
 
     def finish(self, message: protocol.Event) -> None:
         """Sends a last message and closes the connection, with or without it having been received."""
@@ -114,20 +154,14 @@ class _Connection(asyncio.BufferedProtocol):
             if (silent_s := silent_seconds(self.transport.get_extra_info("socket"))) > SILENT_S:
                 self._drop(f"its host has not acknowledged anything for {silent_s:.0f} s")
 
-    def recount(self) -> None:
-        """Gives back to the quota what has been sent, and so is no longer held, since it was counted."""
-        if (held := self._held()) < self._on_its_way:
-            self._server.quota.take(held - self._on_its_way)
-            self._on_its_way = held
+    def count(self, *, grown: bool = True) -> None:
+        """Counts in the quota what this connection holds, and ends it if all of them together hold more than that.
 
-    def _held(self) -> int:
-        return self._reader.unfinished_bytes + self.transport.get_write_buffer_size()
-
-    def _count(self) -> None:
-        """Ends the connection if all of them together hold more than the quota."""
-        if self.transport.is_closing():
+        grown  False to give back only what is no longer held
+        """
+        held = self._reader.unfinished_bytes + self.transport.get_write_buffer_size()
+        if self.transport.is_closing() or (held > self._on_its_way and not grown):
             return
-        held = self._held()
         try:
             self._server.quota.take(held - self._on_its_way)
         except QuotaExceeded as error:
@@ -221,7 +255,7 @@ class _Serving:
         connection = cast(_Connection, call.client)
         if connection.session is not None:
             raise ProtocolError("it sent a second hello")
-        self._stores.setdefault(session, SessionStore(self.quota, self._loop.call_later))
+        self._stores.setdefault(session, SessionStore(self.quota.take, self._loop.call_later))
         connection.session = session
 
     @operation
@@ -238,12 +272,12 @@ class _Serving:
         """Executes a request. Raises ProtocolError."""
         call = Call(connection, number)
         if name == "hello":
-            protocol.execute(self, call, name, arguments)
+            execute(self, call, name, arguments)
         elif connection.session is None:
             raise ProtocolError("its first request was not hello")
         else:
             owner = self if name == "end_session" else self._stores[connection.session]
-            protocol.execute(owner, call, name, arguments)
+            execute(owner, call, name, arguments)
 
     def disconnected(self, connection: _Connection) -> None:
         self.connections.discard(connection)
@@ -256,7 +290,7 @@ class _Serving:
 
     def _recount(self) -> None:
         for connection in self.connections:
-            connection.recount()
+            connection.count(grown=False)
 
     def log_refusal(self, peer: str, why: str) -> None:
         """Logs at most one line a second: unauthenticated peers must not fill a disk."""

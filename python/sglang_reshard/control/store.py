@@ -1,6 +1,9 @@
-"""The state of one session on the control server: keys, all-gathers, scopes, and the requests that wait for them.
+"""The state of one session on the control server: keys, all-gathers, and the requests that wait for them.
 
-It does no input or output itself: requests come in through `protocol.execute`, replies go out through the `Client`.
+An all-gather ends for all of its members at one moment: each receives everyone's data, or each learns who is missing.
+That lets the ranks of an update agree on whether they continue.
+
+Nothing here does input or output: requests come in through `execute`, replies go out through the `Client`.
 """
 
 from __future__ import annotations
@@ -9,42 +12,90 @@ import logging
 from asyncio import TimerHandle
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from sglang_reshard.control import protocol
-from sglang_reshard.control.allgather import AllGathers, CallLater
 from sglang_reshard.control.framing import MAX_FRAME_BYTES
-from sglang_reshard.control.limits import MAX_WAITS, MemoryQuota, QuotaExceeded, check_name
-from sglang_reshard.control.protocol import DEFERRED, Call, Client, Event, operation
-from sglang_reshard.control.scopes import CancelScopes, is_within
+from sglang_reshard.control.protocol import DEFERRED, Call, Client, Event, QuotaExceeded, operation
+from sglang_reshard.control.scopes import MAX_NAME_CHARACTERS, CancelScopes, Take, is_within
 from sglang_reshard.errors import Aborted
 
 logger = logging.getLogger(__name__)
+MAX_WAITS = 4096  # of one connection at a time
+_MAX_MEMBERS = 1_000_000  # of an all-gather
+_MAX_REPLY_BYTES = 64  # of a reply, without its values
 _INT64 = 2**63
+
+CallLater = Callable[[float, Callable[[], object]], TimerHandle]
 
 
 @dataclass(eq=False, slots=True)
-class _Wait:
-    """A `get`, or a `wait` if not `with_values`, that waits for the keys `missing`."""
+class _Get:
+    """A `get` that waits for the keys `missing`."""
 
     call: Call
     keys: tuple[str, ...]
     with_values: bool
     missing: set[str]
-    timer: TimerHandle | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _AllGather:
+    """An all-gather in progress, or one that timed out and not all members know it yet.
+
+    mark      what its scope is marked with when all have arrived; empty unless all members ask for the same
+    arrived   call and data of the members that wait, by index
+    missing   indices that had not arrived when it timed out; None if it has not
+    informed  indices that have been told so
+    """
+
+    name: str
+    scope: str
+    size: int
+    mark: str
+    arrived: dict[int, tuple[Call, bytes]] = field(default_factory=dict)
+    data_bytes: int = 0
+    missing: tuple[int, ...] | None = None
+    informed: set[int] = field(default_factory=set)
+
+
+def execute(owner: object, call: Call, name: str, arguments: tuple[Any, ...]) -> None:
+    """Executes an operation of `owner`. Replies to the client, unless that is deferred or nobody waits for it."""
+    reply: protocol.Reply
+    try:
+        value = getattr(owner, name)(call, *arguments)
+        if value is DEFERRED:
+            return
+        reply = protocol.Result(call.number, value)
+    except QuotaExceeded as error:
+        reply = protocol.Refused(call.number, str(error))
+    except Aborted as error:
+        reply = protocol.Cancelled(call.number, str(error))
+    if call.number >= 0 or not isinstance(reply, protocol.Result):
+        call.client.send(reply)
+
+
+def check_name(*names: str) -> None:
+    """Raises QuotaExceeded for a name that is too long."""
+    for name in names:
+        if len(name) > MAX_NAME_CHARACTERS:
+            raise QuotaExceeded(
+                f"the name {name[:80]}... has {len(name)} characters; the limit is {MAX_NAME_CHARACTERS}"
+            )
 
 
 class SessionStore:
     """One session. Its operations have the names and meanings of torch.distributed.Store's where it has them."""
 
-    def __init__(self, quota: MemoryQuota, call_later: CallLater) -> None:
+    def __init__(self, take: Take, call_later: CallLater) -> None:
         """`call_later(seconds, function)` is an event loop's."""
-        self._quota, self._call_later = quota, call_later
+        self._take, self._call_later = take, call_later
         self._values: dict[str, bytes] = {}
-        self._waits: dict[str, set[_Wait]] = {}  # by missing key
-        self._waits_of: Counter[Client] = Counter()
-        self._scopes = CancelScopes(quota, lambda scope, why: self._cancel(lambda c: is_within(c.scope, scope), why))
-        self._gathers = AllGathers(quota, call_later, self._scopes.set_mark)
+        self._gets: dict[str, set[_Get]] = {}  # by missing key
+        self._gathers: dict[str, _AllGather] = {}
+        self._waits: Counter[Client] = Counter()
+        self._scopes = CancelScopes(take, lambda scope, why: self._cancel(lambda c: is_within(c.scope, scope), why))
 
     @property
     def empty(self) -> bool:
@@ -63,7 +114,8 @@ class SessionStore:
         """Deletes everything for `client`; of the waits only its own are replied to, other clients are disconnected."""
         self._cancel(lambda call: call.client is client, "the session has ended")
         self._cancel(lambda call: True, None)
-        self._gathers.delete_all()
+        for gather in list(self._gathers.values()):
+            self._delete_gather(gather)
         self._scopes.delete_all()
         self._delete(tuple(self._values))
 
@@ -75,14 +127,17 @@ class SessionStore:
         self._set(items)
 
     @operation
-    def get(self, call: Call, keys: tuple[str, ...], timeout_s: float, scope: str) -> object:
-        """Results in the keys' values, once all are set."""
-        return self._wait(call, keys, timeout_s, scope, with_values=True)
-
-    @operation
-    def wait(self, call: Call, keys: tuple[str, ...], timeout_s: float, scope: str) -> object:
-        """Like `get`, without the values."""
-        return self._wait(call, keys, timeout_s, scope, with_values=False)
+    def get(self, call: Call, keys: tuple[str, ...], timeout_s: float, scope: str, with_values: bool) -> object:
+        """Results in the keys' values, once all are set, or in nothing."""
+        self._check_may_wait(call, scope)
+        get = _Get(call, keys, with_values, {key for key in keys if key not in self._values})
+        if get.missing:
+            check_name(*get.missing)
+            self._add_get(get)
+            self._begin_wait(call, timeout_s, lambda: self._time_out_get(get))
+        else:
+            self._answer_get(get)
+        return DEFERRED
 
     @operation
     def exists(self, call: Call, keys: tuple[str, ...]) -> list[bool]:
@@ -141,12 +196,35 @@ class SessionStore:
     def all_gather(
         self, call: Call, name: str, index: int, size: int, data: bytes, timeout_s: float, scope: str, mark: str
     ) -> object:
-        check_name(name, scope, mark)
-        self._scopes.check_exists(scope)
+        check_name(name, mark)
+        self._check_may_wait(call, scope)
         if mark:
             self._scopes.check_markable(scope)
-        call.scope = scope
-        self._gathers.arrive(call, name, index, size, data, _seconds(timeout_s), mark)
+        if not 0 <= index < size <= _MAX_MEMBERS:
+            raise QuotaExceeded(f"all-gather {name}: index {index} is out of range for {size} members")
+        gather = self._gathers.get(name, _AllGather(name, scope, size, mark))
+        if gather.size != size:
+            raise QuotaExceeded(
+                f"all-gather {name}: this member says there are {size} members, others say {gather.size}"
+            )
+        if gather.missing is not None:
+            self._inform(gather, index, call)
+            return DEFERRED
+        if index in gather.arrived:
+            raise QuotaExceeded(f"all-gather {name}: member {index} has already sent its data")
+        if gather.data_bytes + len(data) + 8 * size > MAX_FRAME_BYTES - _MAX_REPLY_BYTES:
+            raise QuotaExceeded(
+                f"all-gather {name}: the data of all members exceeds the limit of {MAX_FRAME_BYTES} bytes"
+            )
+        new = name not in self._gathers
+        self._take(len(data) + new * len(name), int(new))
+        self._gathers[name] = gather
+        gather.arrived[index] = (call, data)
+        gather.mark = mark if mark == gather.mark else ""
+        gather.data_bytes += len(data)
+        self._begin_wait(call, timeout_s, lambda: self._time_out_gather(gather))
+        if len(gather.arrived) == size:
+            self._complete(gather)
         return DEFERRED
 
     @operation
@@ -191,7 +269,8 @@ class SessionStore:
         """Deletes also the keys whose names begin with the scope's and a slash."""
         self.delete_prefix(call, f"{scope}/")
         self._scopes.delete(scope)
-        self._gathers.delete(scope)
+        for gather in [g for g in self._gathers.values() if g.missing is not None and is_within(g.scope, scope)]:
+            self._delete_gather(gather)
 
     @operation
     def disconnect(self, call: Call) -> None:
@@ -201,62 +280,104 @@ class SessionStore:
 
     # -- waits
 
-    def _wait(self, call: Call, keys: tuple[str, ...], timeout_s: float, scope: str, with_values: bool) -> object:
+    def _check_may_wait(self, call: Call, scope: str) -> None:
         check_name(scope)
         self._scopes.check_exists(scope)
-        call.scope = scope
-        wait = _Wait(call, keys, with_values, {key for key in keys if key not in self._values})
-        if not wait.missing:
-            self._reply(wait)
-            return DEFERRED
-        check_name(*wait.missing)
-        if self._waits_of[call.client] >= MAX_WAITS:
+        if self._waits[call.client] >= MAX_WAITS:
             raise QuotaExceeded(f"one connection has more than {MAX_WAITS} pending waits")
-        self._waits_of[call.client] += 1
-        self._add_wait(wait)
-        wait.timer = self._call_later(_seconds(timeout_s), lambda: self._time_out(wait))
-        return DEFERRED
+        call.scope = scope
 
-    def _add_wait(self, wait: _Wait) -> None:
-        for key in wait.missing:
-            self._waits.setdefault(key, set()).add(wait)
+    def _begin_wait(self, call: Call, timeout_s: float, time_out: Callable[[], None]) -> None:
+        self._waits[call.client] += 1
+        call.timer = self._call_later(max(0.0, timeout_s), time_out)  # 0 for NaN too
 
-    def _end_wait(self, wait: _Wait) -> None:
-        if wait.timer is not None:
-            wait.timer.cancel()
-        self._waits_of[wait.call.client] -= 1
-        if not self._waits_of[wait.call.client]:
-            del self._waits_of[wait.call.client]
-        for key in wait.missing:
-            self._waits[key].discard(wait)
-            if not self._waits[key]:
-                del self._waits[key]
-
-    def _time_out(self, wait: _Wait) -> None:
-        self._end_wait(wait)
-        missing = tuple(index for index, key in enumerate(wait.keys) if key not in self._values)
-        wait.call.client.send(protocol.TimedOut(wait.call.number, missing))
+    def _end_wait(self, call: Call) -> None:
+        if call.timer is None:
+            return
+        call.timer.cancel()
+        self._waits[call.client] -= 1
+        if not self._waits[call.client]:
+            del self._waits[call.client]
 
     def _cancel(self, which: Callable[[Call], bool], reason: str | None) -> None:
-        """Ends some waits, with `reason` if there is one."""
-        for wait in {wait for waits in self._waits.values() for wait in waits if which(wait.call)}:
-            self._end_wait(wait)
+        """Ends some waits, with `reason` if there is one. For the others of an all-gather these members are missing."""
+        ended = []
+        for get in {get for gets in self._gets.values() for get in gets if which(get.call)}:
+            self._remove_get(get)
+            ended.append(get.call)
+        for gather in list(self._gathers.values()):
+            for index, (call, data) in list(gather.arrived.items()):
+                if which(call):
+                    del gather.arrived[index]
+                    gather.data_bytes -= len(data)
+                    self._take(-len(data))
+                    ended.append(call)
+            if not gather.arrived and gather.missing is None:
+                self._delete_gather(gather)
+        for call in ended:
+            self._end_wait(call)
             if reason is not None:
-                wait.call.client.send(protocol.Cancelled(wait.call.number, reason))
-        self._gathers.cancel(which, reason)
+                call.client.send(protocol.Cancelled(call.number, reason))
 
-    def _reply(self, wait: _Wait) -> None:
-        reply: protocol.Reply = protocol.Result(wait.call.number, None)
-        if wait.with_values:
-            values: list[bytes | bool] = [self._values[key] for key in wait.keys]
-            reply = protocol.Result(wait.call.number, values)
-            if (size := sum(len(self._values[key]) + 8 for key in wait.keys)) > MAX_FRAME_BYTES - 64:
-                message = (
-                    f"the values of one `get` have {size} bytes, more than the limit of {MAX_FRAME_BYTES}; request "
-                    "fewer keys"
-                )
-                reply = protocol.Refused(wait.call.number, message)
-        wait.call.client.send(reply)
+    # -- those of gets
+
+    def _add_get(self, get: _Get) -> None:
+        for key in get.missing:
+            self._gets.setdefault(key, set()).add(get)
+
+    def _remove_get(self, get: _Get) -> None:
+        for key in get.missing:
+            self._gets[key].discard(get)
+            if not self._gets[key]:
+                del self._gets[key]
+
+    def _time_out_get(self, get: _Get) -> None:
+        self._remove_get(get)
+        self._end_wait(get.call)
+        missing = tuple(index for index, key in enumerate(get.keys) if key not in self._values)
+        get.call.client.send(protocol.TimedOut(get.call.number, missing))
+
+    def _answer_get(self, get: _Get) -> None:
+        self._end_wait(get.call)
+        number, values = get.call.number, [self._values[key] for key in get.keys] if get.with_values else []
+        reply: protocol.Reply = protocol.Result(number, [*values] if get.with_values else None)
+        if (size := sum(len(value) + 8 for value in values)) > MAX_FRAME_BYTES - _MAX_REPLY_BYTES:
+            message = (
+                f"the values of one `get` have {size} bytes, more than the limit of {MAX_FRAME_BYTES}; request fewer "
+                "keys"
+            )
+            reply = protocol.Refused(number, message)
+        get.call.client.send(reply)
+
+    # -- those of all-gathers
+
+    def _complete(self, gather: _AllGather) -> None:
+        self._delete_gather(gather)
+        if gather.mark:
+            self._scopes.set_mark(gather.scope, gather.mark)
+        values: list[bytes | bool] = [gather.arrived[index][1] for index in range(gather.size)]
+        for call, _ in gather.arrived.values():
+            self._end_wait(call)
+            call.client.send(protocol.Result(call.number, values))
+
+    def _time_out_gather(self, gather: _AllGather) -> None:
+        self._take(-gather.data_bytes)
+        arrived, gather.arrived, gather.data_bytes = gather.arrived, {}, 0
+        gather.missing = tuple(index for index in range(gather.size) if index not in arrived)
+        for index, (call, _) in arrived.items():
+            self._end_wait(call)
+            self._inform(gather, index, call)
+
+    def _inform(self, gather: _AllGather, index: int, call: Call) -> None:
+        assert gather.missing is not None
+        gather.informed.add(index)
+        if len(gather.informed) == gather.size:
+            self._delete_gather(gather)
+        call.client.send(protocol.TimedOut(call.number, gather.missing))
+
+    def _delete_gather(self, gather: _AllGather) -> None:
+        if self._gathers.pop(gather.name, None) is not None:
+            self._take(-gather.data_bytes - len(gather.name), -1)
 
     # -- values
 
@@ -266,28 +387,20 @@ class SessionStore:
             old = self._values.get(key)
             grown += len(value) + len(key) if old is None else len(value) - len(old)
             new += old is None
-        self._quota.take(grown, new)
+        self._take(grown, new)
         self._values.update(items)
-        for key in items.keys() & self._waits.keys():
-            for wait in self._waits.pop(key):
-                wait.missing.discard(key)
-                if not wait.missing:
-                    self._check_again(wait)
-
-    def _check_again(self, wait: _Wait) -> None:
-        """All keys have been set once; one may have been deleted since."""
-        wait.missing = {key for key in wait.keys if key not in self._values}
-        if wait.missing:
-            self._add_wait(wait)
-        else:
-            self._end_wait(wait)
-            self._reply(wait)
+        for key in items.keys() & self._gets.keys():
+            for get in self._gets.pop(key):
+                get.missing.discard(key)
+                if get.missing:
+                    continue
+                get.missing = {key for key in get.keys if key not in self._values}  # deleted since
+                if get.missing:
+                    self._add_get(get)
+                else:
+                    self._answer_get(get)
 
     def _delete(self, keys: tuple[str, ...]) -> int:
         deleted = {key: self._values.pop(key) for key in keys if key in self._values}
-        self._quota.take(-sum(len(key) + len(value) for key, value in deleted.items()), -len(deleted))
+        self._take(-sum(len(key) + len(value) for key, value in deleted.items()), -len(deleted))
         return len(deleted)
-
-
-def _seconds(timeout_s: float) -> float:
-    return max(0.0, timeout_s)  # 0 for NaN too

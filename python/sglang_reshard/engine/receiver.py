@@ -255,7 +255,7 @@ class WeightReceiver:
                 f"engine rank {self._rank}: {context.request.name()} did not end within {limit_s:g} s, the engine's "
                 f"limit ({MAX_UPDATE}); look at the logs of the trainer ranks"
             )
-            context.channel.post_abort(reason)
+            context.channel.abort(reason, wait=False)
             if not limit.finished.wait(_END_S):  # its control server does not answer
                 context.session.client.lose(reason)
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from sglang_reshard.control import Address, ControlClient, ControlServer, ControlStore, WaitTimedOut, weakly
-from sglang_reshard.errors import Aborted
 from sglang_reshard.protocol.blobs import Blobs
 from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel, update_scope
 
@@ -97,8 +96,7 @@ class Session(Blobs):
         Calls `callback(reason)` in another thread once a trainer rank has died, also if it did so before. `callback` is
         a method, whose object is not kept.
         """
-        with contextlib.suppress(Aborted):  # reported to `callback`
-            self.client.enter(_TRAINERS, _with_process(rank_name))
+        self.client.enter(_TRAINERS, _with_process(rank_name))
         self.client.watch(_TRAINERS, weakly(callback))
 
     @property

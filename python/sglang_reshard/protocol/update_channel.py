@@ -62,21 +62,19 @@ class _Scope:
 
     def enter(self) -> None:
         """If another rank has aborted the update already, the first wait raises Aborted."""
-        self._client.post_enter(self.scope, self._owner)
+        self._client.enter(self.scope, self._owner)
 
     def leave(self) -> None:
         with contextlib.suppress(ReshardError):  # a rank without a connection has left
-            self._client.post_leave(self.scope)
+            self._client.leave(self.scope)
 
-    def abort(self, reason: str) -> None:
-        """Aborts the update for all that are in the scope. The first reason is the one that all of them raise."""
+    def abort(self, reason: str, *, wait: bool = True) -> None:
+        """Aborts the update for all that are in the scope. The first reason is the one that all of them raise.
+
+        wait  until the server has heard of it
+        """
         with contextlib.suppress(ReshardError):  # a lost connection aborts the update, too
-            self._client.cancel(self.scope, reason)
-
-    def post_abort(self, reason: str) -> None:
-        """As `abort`, without waiting for the server."""
-        with contextlib.suppress(ReshardError):
-            self._client.post_cancel(self.scope, reason)
+            self._client.cancel(self.scope, reason, wait=wait)
 
     def abort_because(self, error: BaseException, reason: str) -> None:
         """Aborts the update for an error of this rank. A rank that only lost its peer lets the peer report first."""
@@ -108,7 +106,7 @@ class TrainerChannel(_Scope):
         return self
 
     def publish_status(self, trainer_rank: int, status: Outcome[TrainerStatus]) -> None:
-        self._client.post_set({self._status(trainer_rank): encode(status)})
+        self._client.set({self._status(trainer_rank): encode(status)}, wait=False)
 
     def exchange_layouts(self, trainer_rank: int, trainer_ranks: int, timeout_s: float, own: bytes) -> list[bytes]:
         """Returns what each trainer rank passes, in rank order: what it lists, where ranks list different tensors.
@@ -182,11 +180,11 @@ class TrainerChannel(_Scope):
 
     def end(self) -> None:
         """Ends this update, and all before it, for ever: a late request finds nothing that it could take part in."""
-        self._client.post_end_scope(self.scope)
+        self._client.end_scope(self.scope)
 
     def delete_update(self, update: int) -> None:
         """Deletes the messages of an earlier update that every trainer rank has finished."""
-        self._client.post_delete_scope(update_scope(update))
+        self._client.delete_scope(update_scope(update))
 
     # -- keys
 
@@ -218,7 +216,7 @@ class EngineScope(_Scope):
 
     def report_ready(self, trainer_rank: int) -> None:
         """Answers `Prepare`."""
-        self._client.post_set({self._ready(trainer_rank): b""})
+        self._client.set({self._ready(trainer_rank): b""}, wait=False)
 
     def revoke(self, reason: str) -> Standing:
         """Gives up the update of this engine. Returns how far it has come: it comes no further if it has no mark."""
@@ -264,12 +262,12 @@ class EngineChannel(EngineScope):
 
     def __enter__(self) -> EngineChannel:
         """Enters the scope within the trainer's: if that has ended, the first wait raises Aborted."""
-        self._client.post_enter(self.scope, self._owner, update_scope(self.update))
+        self._client.enter(self.scope, self._owner, update_scope(self.update))
         return self
 
     def put_outcome(self, output: DistributedUpdateWeightsOutput) -> None:
         """Publishes what the outcome is if the vote that follows marks the scope WRITTEN."""
-        self._client.post_set({self._outcome: encode(output)})
+        self._client.set({self._outcome: encode(output)}, wait=False)
 
     def standing_without_connection(self) -> Standing | None:
         """Aborts the update over a separate connection: for a rank that has lost this one in a vote.
