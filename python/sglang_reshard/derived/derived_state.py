@@ -26,8 +26,6 @@ from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.folded import flags_of, label
 from sglang_reshard.trace.live_signature import LiveSignature
 
-_SHOWN = 3
-
 
 class DerivedState:
     """The derived state of one engine rank's model."""
@@ -92,7 +90,7 @@ class DerivedState:
         """Names the tensors that the engine has set since its start, and that no known code computes from weights."""
         if not self._found.unknown:
             return ""
-        return f"not known to be independent of weights: {some_names(self._found.unknown, _SHOWN)}"
+        return f"not known to be independent of weights: {some_names(self._found.unknown)}"
 
     def _tables_of_others(self) -> list[Table]:
         modules = {id(module) for module in self._model.modules()}  # `_live` sees their attributes

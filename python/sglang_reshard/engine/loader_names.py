@@ -24,7 +24,6 @@ from sglang_reshard.trace.names_read import NamesRead
 
 _ROUNDS = 8  # in which names lose their wrappers; each runs the loader once
 _PLACES_TRIED = 32  # for all parts of a model together; each runs the loader once
-_SHOWN_NAMES = 3
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -66,7 +65,7 @@ class LoaderNames:
         changed = [(old, new) for old, new in pairs if new not in (old, held_back(old))]
         if not changed:
             return ""
-        return some_names([f"{old} is read as {new}" for old, new in changed], _SHOWN_NAMES)
+        return some_names([f"{old} is read as {new}" for old, new in changed])
 
 
 def find_names(layout: str, given: Sequence[str], ignore: Sequence[str], probe: Probe) -> LoaderNames:

@@ -19,6 +19,7 @@ from sglang_reshard.gpu.announce import rank_device
 from sglang_reshard.gpu.rank_info import NCCL_SETTINGS
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.memory.mapping import MemoryExporter
+from sglang_reshard.shown_names import some_names
 
 _READER_S = 120.0  # it imports torch, which takes long where many do
 _DEVICES = Path("/dev")
@@ -54,7 +55,7 @@ def check_peer_access() -> list[Finding]:
         return ok("peer access", "no GPU" if count == 0 else "one GPU: nothing to reach")
     without = [pair for pair in itertools.combinations(range(count), 2) if not torch.cuda.can_device_access_peer(*pair)]
     if without:
-        shown = ", ".join(f"{a}-{b}" for a, b in without[:4]) + (", ..." if len(without) > 4 else "")
+        shown = some_names([f"{a}-{b}" for a, b in without])
         return warning(
             "peer access",
             f"not between the GPUs {shown}: engine ranks on one cannot read the other's memory, so auto sends over p2p",

@@ -8,6 +8,7 @@ from html import escape
 from sglang_reshard.cli.report import drawing
 from sglang_reshard.cli.report.timeline import spans
 from sglang_reshard.observability.report import RankReport, UpdateReport, format_bytes
+from sglang_reshard.shown_names import some_names
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1d2733; --faint: #5c6b7a; --line: #d5dce3; --back: #fff; --cell: #0b62c4; }
@@ -63,7 +64,7 @@ def _overview(report: UpdateReport) -> list[tuple[str, str]]:
     if report.changed_share is not None:
         rows.append(("changed", f"{report.changed_share:.2%} of the elements; only these were sent"))
     if report.kept:
-        rows.append(("kept", f"{len(report.kept)} parameters: {', '.join(report.kept[:8])}"))
+        rows.append(("kept", f"{len(report.kept)} parameters: {some_names(report.kept)}"))
     if report.probe is not None:
         rows.append(("probe", report.probe.line()))
     if report.message:
