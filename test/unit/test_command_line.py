@@ -89,6 +89,7 @@ WRONG: dict[str, list[tuple[str, str | None, str]]] = {
         ("MODEL", __file__, "is not JSON"),
         ("MODEL", "/dev/null", "is not a folder"),
         ("--source", "tp=0", "--source"),
+        ("--source", "pp=2", "fsdp=8,tp=8"),
         ("--source", "hsdp=99999x99999", "9,999,800,001 ranks"),
         ("--target", "fsdp=4", "--target"),
         ("--target", "tp=4,ep=3", "tp=4 is not divisible by ep=3"),

@@ -18,8 +18,8 @@ from sglang_reshard.cli.doctor import host
 from sglang_reshard.cli.plan.figures import Forecast
 from sglang_reshard.cli.plan.request import PlanRequest, Source, Target
 from sglang_reshard.cli.plan.sizing import Sizing, TrainerSizing, engine_sizing, trainer_sizings
-from sglang_reshard.cli.plan.sizing_table import needs
 from sglang_reshard.cli.plan.sources import layout_of
+from sglang_reshard.cli.plan.table import needs
 from sglang_reshard.extras.asynchronous.async_copy import AsyncShardCopy
 from sglang_reshard.landings.shadow import Shadow
 from sglang_reshard.layout.regions import TensorSpec

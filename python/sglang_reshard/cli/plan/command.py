@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,13 +74,16 @@ def make_plan(request: PlanRequest, console: Console) -> Forecast:
         )
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
-        task = None
+        task, begun = None, dict[str, float]()
         for report in _reports(request):
             if "error" in report:
                 raise Mismatch(report["error"])
             if "forecast" in report:
-                return msgspec.convert(report["forecast"], Forecast)
+                ends = [*begun.values(), time.perf_counter()][1:]
+                seconds = {step: round(end - begin, 3) for (step, begin), end in zip(begun.items(), ends, strict=True)}
+                return msgspec.convert(report["forecast"] | {"seconds_by_step": seconds}, Forecast)
             if "step" in report:
+                begun[report["step"]] = time.perf_counter()
                 if task is not None:
                     progress.update(task, completed=progress.tasks[task].total)
                 task = progress.add_task(report["step"], total=report["of"])
