@@ -17,7 +17,7 @@ import msgspec
 from benchmark.gpu import recording
 from sglang_reshard.cli.plan import worker_process
 from sglang_reshard.cli.plan.models import prepare
-from sglang_reshard.cli.plan.request import PlanRequest, Source, Target
+from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source
 from sglang_reshard.errors import Mismatch
 
 _DEADLINE_S = 900.0
@@ -50,7 +50,7 @@ def main(names: list[str]) -> None:
                 model=case.model,
                 folder=str(found.resolve()),
                 source=Source.parse(case.source),
-                target=Target.parse(case.target),
+                target=EngineSizes.parse(case.target),
                 layers=case.layers,
                 colocated=True,
             )

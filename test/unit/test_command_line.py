@@ -225,7 +225,7 @@ def test_a_plan_without_sglang_says_what_to_install(monkeypatch: pytest.MonkeyPa
 def test_errors_of_a_command_are_a_line_with_their_kind(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> int:
+    def fail(*_: Any, **__: Any) -> int:
         raise error
 
     monkeypatch.setattr(command, "run", fail)
@@ -233,7 +233,7 @@ def test_errors_of_a_command_are_a_line_with_their_kind(
 
 
 def test_ctrl_c_has_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any) -> int:
+    def interrupt(*_: Any, **__: Any) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "run", interrupt)

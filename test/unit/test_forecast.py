@@ -14,7 +14,7 @@ from sglang_reshard.cli.plan import models
 from sglang_reshard.cli.plan.loads import LinkLoad, buckets_bytes, engine_load
 from sglang_reshard.cli.plan.models import presets, with_layers
 from sglang_reshard.cli.plan.rank_model import RankModel
-from sglang_reshard.cli.plan.request import Source, Target
+from sglang_reshard.cli.plan.request import EngineSizes, Source
 from sglang_reshard.cli.plan.sources import layout_of
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Region, TensorSpec
@@ -62,10 +62,10 @@ def test_a_source_that_is_none(text):
 
 
 def test_targets():
-    assert Target.parse("tp=16,ep=16") == Target(16, 16)
-    assert str(Target.parse("ep=4,tp=8,dp=8")) == "tp=8,ep=4,dp=8"
+    assert EngineSizes.parse("tp=16,ep=16") == EngineSizes(16, 16)
+    assert str(EngineSizes.parse("ep=4,tp=8,dp=8")) == "tp=8,ep=4,dp=8"
     with pytest.raises(Mismatch, match="--target"):
-        Target.parse("fsdp=2")
+        EngineSizes.parse("fsdp=2")
 
 
 def test_plotting_without_matplotlib_says_what_to_install(monkeypatch):

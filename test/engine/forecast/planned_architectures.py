@@ -21,7 +21,7 @@ from sglang_reshard.cli.plan import sglang_model
 from sglang_reshard.cli.plan.checkpoint import specs_of
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.rank_model import Refusal, model_rank
-from sglang_reshard.cli.plan.request import PlanRequest, Source, Target
+from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source
 from sglang_reshard.cli.plan.sources import layout_of
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.trace.program import Program
@@ -49,7 +49,7 @@ def _fresh(run: dict[str, Any]) -> bool:
 
 
 def request_of(folder: str) -> PlanRequest:
-    return PlanRequest(model="tiny", folder=folder, source=Source(shards=2), target=Target(tp=TP))
+    return PlanRequest(model="tiny", folder=folder, source=Source(shards=2), target=EngineSizes(tp=TP))
 
 
 def planned(folder: str) -> tuple[Any, ...] | str:

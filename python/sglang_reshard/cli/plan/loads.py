@@ -17,9 +17,10 @@ from sglang_reshard.cli.plan.rank_model import RankModel
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
 from sglang_reshard.plan import TensorIndex
+from sglang_reshard.routes.base import Reads
 from sglang_reshard.routes.broadcast.engine import targets_by_bucket
 from sglang_reshard.routes.broadcast.plan import BroadcastPlan, BroadcastStrategy, Bucket
-from sglang_reshard.routes.ipc import read_targets
+from sglang_reshard.routes.ipc import mapped_reads, read_targets
 from sglang_reshard.routes.nixl.remote_shards import RemoteShard
 from sglang_reshard.routes.p2p.links import (
     BUCKETS,
@@ -86,72 +87,94 @@ def engine_load(
     index: TensorIndex, strategy: Strategy, engine_rank: int, rank: RankModel, bucket_bytes: int
 ) -> EngineLoad:
     """Returns the load of one engine rank."""
-    scratch = rank.program.scratch_bytes + arrival_bytes(index, strategy, engine_rank, rank, bucket_bytes)
+    landing = converting(Landing(rank.program), _META, bucket_bytes)
+    reads = Reads(engine_rank, _META, index, rank.read_plan, landing, {})
+    place(reads, strategy)
     if isinstance(strategy, BroadcastStrategy):
-        return _broadcast_load(index, strategy.broadcasts, engine_rank, rank, scratch)
+        return _broadcast_load(reads, strategy.broadcasts)
     sending = strategy.senders(engine_rank)
     link_load = _read_load if strategy.name == "nixl" else _sent_load
     links = {
-        t: link_load(index, rank, t, sending[t]) if t in sending else LinkLoad(nbytes, nbytes)
+        t: link_load(reads, t, sending[t]) if t in sending else LinkLoad(nbytes, nbytes)
         for t, (nbytes, _) in rank.read_plan.traffic().items()
     }
-    loads = list(links.values())
-    return EngineLoad(
-        links,
-        sum(load.received_bytes for load in loads),
-        scratch + buckets_bytes((load.messages, load.bucket_bytes) for load in loads),
-        sum(load.messages for load in loads),
-    )
+    buckets = buckets_bytes((link.messages, link.bucket_bytes) for link in links.values())
+    received = sum(link.received_bytes for link in links.values())
+    messages = sum(link.messages for link in links.values())
+    return EngineLoad(links, received, _scratch_bytes(reads) + buckets, messages)
 
 
-def arrival_bytes(index: TensorIndex, strategy: Strategy, engine_rank: int, rank: RankModel, bucket_bytes: int) -> int:
-    """Returns the bytes of memory for weights quantized on arrival. For NIXL this assumes reads without gaps."""
-    if not rank.program.arrivals:
-        return 0
-    landing, reads = converting(Landing(rank.program), _META, bucket_bytes), rank.read_plan
+def place(reads: Reads, strategy: Strategy) -> None:
+    """Places weights that are converted on arrival as the route does; for NIXL this assumes reads without gaps."""
+    program, plan = reads.program, reads.read_plan
+    if not program.arrivals:
+        return
     if isinstance(strategy, BroadcastStrategy):
-        plan = strategy.broadcasts
-        direct = np.flatnonzero(plan.direct_reads[engine_rank][reads.shards(index)]).tolist()
-        landing.place(
-            targets_by_bucket(index, rank.program, plan, _buckets(plan, engine_rank)), read_targets(reads, direct)
+        written = targets_by_bucket(
+            reads.tensor_index, program, strategy.broadcasts, _buckets(reads, strategy.broadcasts)
         )
-    else:
-        sending = strategy.senders(engine_rank)
-        links = engine_links(index.layout, reads, rank.program, sending)
-        mapped = [read for t in reads.traffic() if t not in sending for read in reads.reads_from(t)]
-        landing.place(targets_by_round(links, reads), read_targets(reads, mapped), ahead=BUCKETS - 1)
-    return landing.nbytes
+        direct = strategy.broadcasts.direct_reads[reads.engine_rank][plan.shards(reads.tensor_index)]
+        reads.landing.place(written, read_targets(plan, np.flatnonzero(direct).tolist()))
+        return
+    sending = strategy.senders(reads.engine_rank)
+    links = engine_links(reads.tensor_index.layout, plan, program, sending)
+    mapped = read_targets(plan, mapped_reads(reads, sending))
+    reads.landing.place(targets_by_round(links, plan), mapped, ahead=BUCKETS - 1)
 
 
-def _sent_load(index: TensorIndex, rank: RankModel, trainer_rank: int, share: int) -> LinkLoad:
+def _scratch_bytes(reads: Reads) -> int:
+    return reads.program.scratch_bytes + reads.landing.nbytes
+
+
+def _sent_load(reads: Reads, trainer_rank: int, share: int) -> LinkLoad:
     """Returns the load of a link that the trainer rank sends over."""
-    request = send_request(rank.read_plan, trainer_rank)
-    items, shard_of = list(request.entries()), _shards(index, trainer_rank)
+    request = send_request(reads.read_plan, trainer_rank)
+    items, shard_of = list(request.entries()), _shards(reads.tensor_index, trainer_rank)
 
     def source(item: int) -> tuple[torch.Tensor, ...]:
         tensor, region = items[item]
         return (region.view(shard_of(tensor)),)
 
-    received = P2pLink.cut(index.layout, request, share, _destinations(rank, trainer_rank))
+    received = P2pLink.cut(reads.tensor_index.layout, request, share, _destinations(reads, trainer_rank))
     sent = replace(received, views=_made_on_access(source))
     own, theirs = (packed_bytes(link.rounds(_META)) for link in (received, sent))
     nbytes, count = received.payload_bytes, len(received.messages)
     return LinkLoad(nbytes, nbytes, count, own, count, theirs)
 
 
-def _read_load(index: TensorIndex, rank: RankModel, trainer_rank: int, share: int) -> LinkLoad:
+def _read_load(reads: Reads, trainer_rank: int, share: int) -> LinkLoad:
     """Returns the load of a link that the engine rank reads over, one-sided."""
-    shard_of = _shards(index, trainer_rank)
+    shard_of = _shards(reads.tensor_index, trainer_rank)
     link = ReadLink.cut(
         f"trainer rank {trainer_rank}",
-        index.layout,
-        send_request(rank.read_plan, trainer_rank),
+        reads.tensor_index.layout,
+        send_request(reads.read_plan, trainer_rank),
         lambda tensor: RemoteShard("DRAM", 0, 0, shard_of(tensor).stride()),
-        _destinations(rank, trainer_rank),
+        _destinations(reads, trainer_rank),
         share,
         _META,
     )
     return LinkLoad(link.link.payload_bytes, link.read_bytes, len(link.messages), link.bucket_bytes)
+
+
+def _broadcast_load(reads: Reads, plan: BroadcastPlan) -> EngineLoad:
+    """Returns the load under broadcast: shards that only this rank needs are read, others arrive by its groups."""
+    engine_rank, index, reading = reads.engine_rank, reads.tensor_index, reads.read_plan
+    direct = plan.direct_reads[engine_rank][reading.shards(index)]
+    read = np.bincount(reading.trainer_ranks[direct], reading.nbytes[direct], index.layout.trainer_ranks)
+    received = int(read.sum())
+    for group, segments in zip(plan.groups, plan.segments, strict=True):
+        payload = int(segments.nbytes.sum())
+        received += payload * (engine_rank in group.members)
+        read[group.trainer_rank] += payload * (engine_rank == group.leader)
+    links = {int(t): LinkLoad(int(read[t]), int(read[t])) for t in np.flatnonzero(read)}
+    mine = [bucket.nbytes for bucket in _buckets(reads, plan)]
+    buckets = min(BUCKETS, len(mine)) * max(mine, default=0)
+    return EngineLoad(links, received, _scratch_bytes(reads) + buckets, len(mine))
+
+
+def _buckets(reads: Reads, plan: BroadcastPlan) -> list[Bucket]:
+    return [bucket for bucket in plan.buckets if reads.engine_rank in plan.groups[bucket.group].members]
 
 
 def _shards(index: TensorIndex, trainer_rank: int) -> Callable[[int], torch.Tensor]:
@@ -166,12 +189,11 @@ def _shards(index: TensorIndex, trainer_rank: int) -> Callable[[int], torch.Tens
     return lambda tensor: shard_of(int(index.class_of[tensor]))
 
 
-def _destinations(rank: RankModel, trainer_rank: int) -> Any:
+def _destinations(reads: Reads, trainer_rank: int) -> Any:
     """Returns the views of live memory of each item that a trainer rank has for this rank."""
-    reads_of_items = destination_reads(rank.read_plan, trainer_rank)
-    return _made_on_access(
-        lambda item: tuple(destination_view(rank.program, rank.read_plan, read) for read in reads_of_items[item])
-    )
+    program, plan = reads.program, reads.read_plan
+    reads_of_items = destination_reads(plan, trainer_rank)
+    return _made_on_access(lambda item: tuple(destination_view(program, plan, read) for read in reads_of_items[item]))
 
 
 def _made_on_access(views: Callable[[int], tuple[torch.Tensor, ...]]) -> Any:
@@ -182,25 +204,3 @@ def _made_on_access(views: Callable[[int], tuple[torch.Tensor, ...]]) -> Any:
             return views(item)
 
     return Views()
-
-
-def _broadcast_load(
-    index: TensorIndex, plan: BroadcastPlan, engine_rank: int, rank: RankModel, scratch: int
-) -> EngineLoad:
-    """Returns the load under broadcast: shards that only this rank needs are read, others arrive by its groups."""
-    reads = rank.read_plan
-    direct = plan.direct_reads[engine_rank][reads.shards(index)]
-    read = np.zeros(index.layout.trainer_ranks, np.int64)
-    np.add.at(read, reads.trainer_ranks[direct], reads.nbytes[direct])
-    received = int(read.sum())
-    for group, segments in zip(plan.groups, plan.segments, strict=True):
-        payload = int(segments.nbytes.sum())
-        received += payload * (engine_rank in group.members)
-        read[group.trainer_rank] += payload * (engine_rank == group.leader)
-    mine = [bucket.nbytes for bucket in _buckets(plan, engine_rank)]
-    links = {int(t): LinkLoad(int(read[t]), int(read[t])) for t in np.flatnonzero(read)}
-    return EngineLoad(links, received, scratch + min(BUCKETS, len(mine)) * max(mine, default=0), len(mine))
-
-
-def _buckets(plan: BroadcastPlan, engine_rank: int) -> list[Bucket]:
-    return [bucket for bucket in plan.buckets if engine_rank in plan.groups[bucket.group].members]
