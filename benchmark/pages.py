@@ -61,6 +61,7 @@ TABLES: dict[str, Table] = {
     "folders": _table("folders", template="fuzz"),
     "fuzz-deltas": _table("fuzz-deltas", page="fuzz"),
     "delta-checks": _table("delta-checks", page="deltas"),
+    "control-transports": _table("control-transports", page="control", file="control_transports"),
     "gpu": _table("gpu", writer="`make test-gpu` on a host with a GPU"),
     "gpu-h100": _table("gpu-h100", page="gpu", template="gpu", writer="the same, on another GPU"),
     "one-gpu": _table("one-gpu", writer="`make bench-one-gpu`"),

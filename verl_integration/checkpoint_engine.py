@@ -12,6 +12,7 @@ The methods of one sync, in the order in which verl calls them:
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import sys
@@ -23,7 +24,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Failure
+from sglang_reshard.protocol.messages import Failure
 from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.verl import server_adapter
 from sglang_reshard.verl.engine_shards import unsupported_reason
@@ -153,11 +154,8 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self._sync = topology.sync
 
     def _trainer_sender(self) -> ReplicaSender:
-        settings = self._settings
         if self._sender is None:
-            self._sender = ReplicaSender(
-                settings, settings.on_failure, relay=settings.relay, asynchronous=settings.asynchronous
-            )
+            self._sender = ReplicaSender(self._settings)
         return self._sender
 
     def _joined(self, method: str, *, is_trainer: bool) -> tuple[Topology, SyncChannel]:
@@ -205,13 +203,5 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
     def _send_to(self, channel: SyncChannel, replica: str) -> Send:
         timeout = self._settings.sender.timeout_s
-        known: list[Send] = []
-
-        def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
-            if not known:
-                known.append(
-                    RemoteEngine(channel.get_server_url(replica), timeout_s=timeout).update_weights_distributed
-                )
-            return known[0](request)
-
-        return send
+        engine = functools.cache(lambda: RemoteEngine(channel.get_server_url(replica), timeout_s=timeout))
+        return lambda request: engine().update_weights_distributed(request)

@@ -17,8 +17,8 @@ import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import ExplicitSharding
-from sglang_reshard.verl.host_copies import HostCopies
 from sglang_reshard.verl.megatron_experts import CheckpointShapes, Finish, finish_of, stacked_experts
+from sglang_reshard.verl.offloaded import OffloadedParameters
 from sglang_reshard.verl.shard_exchange import AllGather
 from sglang_reshard.verl.traced_parameters import Conversion, TracedParameters
 
@@ -35,15 +35,15 @@ class Megatron:
 
     def has_values(self, engine: Any) -> bool:
         """Returns whether `tensors` finds all parameters' values, on a GPU or offloaded. Collective the first time."""
-        copies = HostCopies(engine.module)
-        return all(copies.values(parameter) is not None for parameter in self._traced(engine).parameters)
+        values = OffloadedParameters(engine.module).values
+        return all(values(parameter) is not None for parameter in self._traced(engine).parameters)
 
     def tensors(self, engine: Any) -> list[tuple[str, torch.Tensor, ExplicitSharding]]:
         """Returns the arguments of `describe`. Raises as `TracedParameters` does, the first time."""
-        copies = HostCopies(engine.module)
+        known = OffloadedParameters(engine.module).values
 
         def values(parameter: torch.Tensor) -> torch.Tensor:
-            found = copies.values(parameter)
+            found = known(parameter)
             if found is None:
                 raise Unsupported(
                     f"{_name(engine, parameter)} has no memory on this trainer rank, and verl has no host copy of it: "
@@ -56,10 +56,10 @@ class Megatron:
     def _traced(self, engine: Any) -> TracedParameters:
         if self._parameters is None:
             _check(engine)
-            copies = HostCopies(engine.module)
+            known = OffloadedParameters(engine.module).values
 
             def values(parameter: torch.Tensor) -> torch.Tensor:
-                found = copies.values(parameter)
+                found = known(parameter)
                 return parameter.data if found is None else found
 
             self._parameters = TracedParameters(_conversions(engine), self._all_gather, values)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.extras.asynchronous.background import UpdateHandle
 from sglang_reshard.extras.finite import first_not_finite
-from sglang_reshard.nearest import check_one_of
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.protocol.session import Session
@@ -52,18 +51,8 @@ class _Background(NamedTuple):
 class ReplicaSender:
     """One trainer rank's sessions with all replicas. Trainer ranks are the ranks of torch.distributed's world."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        on_failure: Literal["raise", "exclude"] = "raise",
-        *,
-        relay: bool = False,
-        asynchronous: bool = False,
-    ) -> None:
-        """`on_failure`, `relay`: see `MultiEngineSender`; `asynchronous`: see `Settings`."""
-        check_one_of("on_failure", on_failure, ("raise", "exclude"))
-        self._settings, self._on_failure, self._relay = settings, on_failure, relay
-        self._asynchronous = asynchronous
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self.failed: dict[str, str] = {}  # in the last sync: replica -> why
         self.rank = dist.get_rank(world())
         self._host: Session | None = None
@@ -87,7 +76,7 @@ class ReplicaSender:
     def set_replicas(self, address: Address, replicas: Mapping[str, Send | None]) -> None:
         """Sets the current replicas. A restarted replica has another name. Collective."""
         if self._sender is None:
-            self._sender = self._multi_sender(address, self._settings.sender, relay=self._relay)
+            self._sender = self._multi_sender(address, self._settings.sender, relay=self._settings.relay)
         self._sender.wait_for_background()
         self._sender.set_engines(replicas)
         self._address, self._replicas = address, replicas
@@ -134,13 +123,16 @@ class ReplicaSender:
             raise Mismatch(f"{found}. Nothing was sent. Look at the optimizer step, or set check_finite=False")
         # verl may sync a step again, after validation for example; an engine accepts a version once.
         version = None if global_steps is None or global_steps == self._version else str(global_steps)
-        options = replace(self._settings.update, weight_version=version, unmap_after=temporary)
+        frees = temporary or bool(engine.is_param_offload_enabled)
+        in_background = self._settings.asynchronous
+        options = replace(
+            self._settings.update, weight_version=version, unmap_after=frees if in_background else temporary
+        )
         self.failed, self._version = {}, global_steps
-        if self._asynchronous:
-            options = replace(options, unmap_after=temporary or engine.is_param_offload_enabled)
+        if in_background:
             return self._sync_in_background(sender, named_tensors, options, global_steps)
-        reports = sender.update(named_tensors, options, on_failure=self._on_failure)
-        if temporary or engine.is_param_offload_enabled:  # views would keep what verl moves to the GPU next
+        reports = sender.update(named_tensors, options, on_failure=self._settings.on_failure)
+        if frees:  # views would keep what verl moves to the GPU next
             sender.release()
         self.global_steps = global_steps
         return self._metrics_of(reports, time.perf_counter() - started)
@@ -156,7 +148,7 @@ class ReplicaSender:
 
         The first sync waits: until then replicas may have no weights at all.
         """
-        handle = sender.update_async(named_tensors, options, on_failure=self._on_failure)
+        handle = sender.update_async(named_tensors, options, on_failure=self._settings.on_failure)
         current = _Background(handle, global_steps)
         ended, self._background = self._background or current, current
         reports = ended.handle.wait()
@@ -174,16 +166,13 @@ class ReplicaSender:
         self.failed = {name: report.message for name, report in reports.items() if not report.success}
         reports = {name: report for name, report in reports.items() if report.success}
         metrics = sync_metrics(reports, seconds)
-        self._record(reports, metrics)
-        return metrics
-
-    def _record(self, reports: dict[str, UpdateReport], metrics: dict[str, float]) -> None:
         _last_metrics.clear()
         _last_metrics.update(metrics)
         reasons = transport_reasons(reports)
         if self.rank == 0 and reasons != self._logged:
             logger.warning("reshard: %s", reasons)  # verl shows warnings only
             self._logged = reasons
+        return metrics
 
 
 def take_metrics() -> dict[str, float]:

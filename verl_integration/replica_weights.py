@@ -19,18 +19,15 @@ def pull_weights(known: Sequence[str], new: Sequence[str]) -> None:
 
     Raises nothing: one that cannot take them logs a warning, and gets the next sync's like all others.
     """
-    source, live = _first_updated(known)
+    source, live = _first_updated(known, str)
     if live is None or not new:
         return
-
-    def pull(url: str) -> None:
-        if why := _pull(source, live, url):
-            logger.warning("the new replica at %s serves its initial weights until the next sync: %s", url, why)
-        else:
-            logger.info("the new replica at %s got the weights of %s, version %s", url, source, live.version)
-
     with ThreadPoolExecutor(len(new), "sglang-reshard pull") as threads:
-        list(threads.map(pull, new))
+        for url, why in zip(new, threads.map(lambda url: _pull(source, live, url, str), new), strict=True):
+            if why:
+                logger.warning("the new replica at %s serves its initial weights until the next sync: %s", url, why)
+            else:
+                logger.info("the new replica at %s got the weights of %s, version %s", url, source, live.version)
 
 
 class LeftOut:
@@ -67,19 +64,11 @@ class LeftOut:
             self._thread.start()
 
     def _heal(self, left_out: Sequence[str], good: Sequence[str], url_of: Callable[[str], str]) -> None:
-        try:
-            source, live = _first_updated([url_of(name) for name in good])
-        except ReshardError as error:
-            logger.warning("replicas %s are still excluded: %s", list(left_out), error)
-            return
+        source, live = _first_updated(good, url_of)
         if live is None:
             return
         for name in left_out:
-            try:
-                why = _pull(source, live, url_of(name))
-            except ReshardError as error:
-                why = str(error)
-            if why:
+            if why := _pull(source, live, name, url_of):
                 logger.warning("replica %s is still excluded: %s", name, why)
                 continue
             logger.warning("replica %s is included again: it has the weights of version %s", name, live.version)
@@ -87,12 +76,13 @@ class LeftOut:
                 self._reasons.pop(name, None)
 
 
-def _first_updated(urls: Sequence[str]) -> tuple[str, WeightsInfo | None]:
-    for url in urls:
+def _first_updated(names: Sequence[str], url_of: Callable[[str], str]) -> tuple[str, WeightsInfo | None]:
+    """Returns the URL of the first of these servers that has been updated, and its `WeightsInfo`; None if none has."""
+    for name in names:
         try:
-            live = ServerClient(url).weights_info()
+            live = ServerClient(url := url_of(name)).weights_info()
         except ReshardError as error:
-            logger.warning("%s cannot give its weights to other replicas: %s", url, error)
+            logger.warning("%s cannot give its weights to other replicas: %s", name, error)
             continue
         if live.engine_ranks and not live.torn:
             return url, live
@@ -107,12 +97,11 @@ def _has_weights_of(own: WeightsInfo, live: WeightsInfo) -> bool:
     return same_update or (live.digest != "" and (own.version, own.digest) == (live.version, live.digest))
 
 
-def _pull(source: str, live: WeightsInfo, url: str) -> str:
-    """Returns why the server at `url` has not got the weights; empty if it has."""
+def _pull(source: str, live: WeightsInfo, name: str, url_of: Callable[[str], str]) -> str:
+    """Returns why a server has not got the weights of the one at `source`; empty if it has."""
     try:
-        server = ServerClient(url)
-        own = server.weights_info()
-        if _has_weights_of(own, live):
+        server = ServerClient(url_of(name))
+        if _has_weights_of(server.weights_info(), live):
             return ""  # it was removed, and has come back
         output = server.pull_weights(source)
         return "" if output.success else output.message

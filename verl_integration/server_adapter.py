@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -89,7 +90,8 @@ async def _reshard(adapter: Any, engine: Any, global_steps: int | None, only_ada
 
 def _colocated_sender(adapter: Any) -> ReplicaSender:
     """Opens sessions with the servers of all hybrid replicas. Collective over the trainer ranks."""
-    settings = Settings.of_rollout(adapter.config.checkpoint_engine)
+    given = Settings.of_rollout(adapter.config.checkpoint_engine)
+    settings = replace(given, relay=False, asynchronous=False, on_failure="raise")  # these are for standalone replicas
     sender = ReplicaSender(settings)
     url = adapter._engine.server_args.url() if adapter._engine is not None else ""
     servers = gather_messages(_Server(url), _Server, world())

@@ -17,7 +17,7 @@ import msgspec
 from benchmark.gpu import recording
 from sglang_reshard.cli.plan import worker_process
 from sglang_reshard.cli.plan.models import prepare
-from sglang_reshard.cli.plan.request import PlanRequest, Source, Target
+from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source
 from sglang_reshard.errors import Mismatch
 
 _DEADLINE_S = 900.0
@@ -50,7 +50,7 @@ def main(names: list[str]) -> None:
                 model=case.model,
                 folder=str(found.resolve()),
                 source=Source.parse(case.source),
-                target=Target.parse(case.target),
+                target=EngineSizes.parse(case.target),
                 layers=case.layers,
                 colocated=True,
             )
@@ -92,11 +92,12 @@ def serve() -> None:
     torch.set_num_threads(1)
     layout = layout_of(specs_of(Path(request.folder)), request.source)
     rank = 0
-    outline = model_rank(request, TensorIndex.of(layout), 1, rank)
-    if isinstance(outline, Refusal):
-        worker_process.report({"error": outline.reason})
+    found = model_rank(request, TensorIndex.of(layout), 1, rank)
+    if isinstance(found, Refusal):
+        worker_process.report({"error": found.reason})
         return
-    found = recording.Recording(
+    targets = {name: (t.numel(), str(t.dtype).removeprefix("torch.")) for name, t in found.program.targets.items()}
+    recorded = recording.Recording(
         model=request.model,
         source=str(request.source),
         target=str(request.target),
@@ -104,10 +105,10 @@ def serve() -> None:
         engine_rank=rank,
         engine_ranks=request.target.engine_ranks,
         layout=layout,
-        targets=outline.targets,
-        copies=tuple(outline.read_plan.copies),
+        targets=targets,
+        copies=found.program.copies,
     )
-    worker_process.report({"bytes": recording.save(Path(job["path"]), found)})
+    worker_process.report({"bytes": recording.save(Path(job["path"]), recorded)})
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmark import block_fp8
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.cli.plan.loads import arrival_bytes
-from sglang_reshard.cli.plan.rank_model import RankModel
+from sglang_reshard.cli.plan.loads import place
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
+from sglang_reshard.landings.base import Landing
+from sglang_reshard.landings.converting import converting
+from sglang_reshard.routes.base import Reads
 from sglang_reshard.trace.block_formats import FP8, quantize_blocks
 from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
@@ -70,8 +72,10 @@ def train(trainer, transport, options, updates=3):
 
 def forecast(transfer, rank):
     target = transfer.target
-    model = RankModel(target.demand, target.read_plan, target.program)
-    return arrival_bytes(target.tensor_index, transfer.strategy, rank, model, BUCKET_BYTES)
+    landing = converting(Landing(target.program), torch.device("meta"), BUCKET_BYTES)
+    reads = Reads(rank, torch.device("meta"), target.tensor_index, target.read_plan, landing, {})
+    place(reads, transfer.strategy)
+    return landing.nbytes
 
 
 def serve(rank, size, requests, _transport, _options):

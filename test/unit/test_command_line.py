@@ -89,6 +89,7 @@ WRONG: dict[str, list[tuple[str, str | None, str]]] = {
         ("MODEL", __file__, "is not JSON"),
         ("MODEL", "/dev/null", "is not a folder"),
         ("--source", "tp=0", "--source"),
+        ("--source", "pp=2", "fsdp=8,tp=8"),
         ("--source", "hsdp=99999x99999", "9,999,800,001 ranks"),
         ("--target", "fsdp=4", "--target"),
         ("--target", "tp=4,ep=3", "tp=4 is not divisible by ep=3"),
@@ -224,7 +225,7 @@ def test_a_plan_without_sglang_says_what_to_install(monkeypatch: pytest.MonkeyPa
 def test_errors_of_a_command_are_a_line_with_their_kind(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> int:
+    def fail(*_: Any, **__: Any) -> int:
         raise error
 
     monkeypatch.setattr(command, "run", fail)
@@ -232,7 +233,7 @@ def test_errors_of_a_command_are_a_line_with_their_kind(
 
 
 def test_ctrl_c_has_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any) -> int:
+    def interrupt(*_: Any, **__: Any) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "run", interrupt)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -101,13 +102,6 @@ def test_a_soft_limit_that_can_be_raised_is_no_illness() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize(("count", "status"), [("1000", "warning"), ("262144", "ok")])
-def test_mappings(count: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "count").write_text(count + "\n")
-    monkeypatch.setattr(host, "MAX_MAP_COUNT", tmp_path / "count")
-    assert only(host.check_mappings()).status == status
-
-
 def test_an_unknown_log_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_RESHARD_LOG", "xml")
     assert only(host.check_log_format()).status == "fail"
@@ -135,7 +129,7 @@ def distribution(folder: Path, name: str, version: str, entry_point: str = "", r
 
 
 def test_this_installation_is_sound() -> None:
-    for check in installed.INSTALLED_CHECKS:
+    for check in installed.CHECKS:
         for finding in check():
             assert finding.status != "fail", finding
 
@@ -192,10 +186,10 @@ def test_the_side_is_what_the_packages_tell(
 ) -> None:
     def version(name: str) -> str:
         if name not in packages:
-            raise imports.metadata.PackageNotFoundError(name)
+            raise metadata.PackageNotFoundError(name)
         return "1"
 
-    monkeypatch.setattr(imports.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     assert imports.installed_side() == side
 
 

@@ -16,10 +16,10 @@ from rich.console import Console
 from benchmark.gpu import recording
 from sglang_reshard.cli.doctor import host
 from sglang_reshard.cli.plan.figures import Forecast
-from sglang_reshard.cli.plan.request import PlanRequest, Source, Target
+from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source
 from sglang_reshard.cli.plan.sizing import Sizing, TrainerSizing, engine_sizing, trainer_sizings
-from sglang_reshard.cli.plan.sizing_table import needs
 from sglang_reshard.cli.plan.sources import layout_of
+from sglang_reshard.cli.plan.table import needs
 from sglang_reshard.extras.asynchronous.async_copy import AsyncShardCopy
 from sglang_reshard.landings.shadow import Shadow
 from sglang_reshard.layout.regions import TensorSpec
@@ -181,7 +181,7 @@ def test_limits_of_the_page_are_the_doctors(monkeypatch: pytest.MonkeyPatch, tmp
     [("cpu", ["/dev/shm", "open files", "mappings"]), ("cuda", ["CUDA IPC handles", "if offloaded"])],
 )
 def test_plan_prints_them_where_they_apply(device: str, told: list[str], example: Sizing) -> None:
-    question = PlanRequest("m", "m", Source(), Target(1), device=device)
+    question = PlanRequest("m", "m", Source(), EngineSizes(1), device=device)
     forecast = Forecast(question=question, tensors=1, model_bytes=1, layout_pieces=1, sizing=example)
     console = Console(width=200)
     with console.capture() as captured:

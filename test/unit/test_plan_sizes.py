@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sglang_reshard.cli.plan.models import prepare
-from sglang_reshard.cli.plan.request import Target
+from sglang_reshard.cli.plan.request import EngineSizes
 from sglang_reshard.cli.plan.sizes import check_stages, indivisible, start_failure
 from sglang_reshard.errors import Mismatch
 
@@ -24,7 +24,7 @@ SIZES = {
 
 @pytest.mark.parametrize("target", ["tp=1", "tp=2", "tp=8,ep=8", "tp=16", "tp=32,dp=4,ep=2"])
 def test_sizes_that_fit_are_not_named(target: str) -> None:
-    assert list(indivisible(SIZES, Target.parse(target))) == []
+    assert list(indivisible(SIZES, EngineSizes.parse(target))) == []
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_sizes_that_fit_are_not_named(target: str) -> None:
 )
 def test_sizes_that_do_not_fit_are_named(target: str, named: list[str]) -> None:
     sizes = SIZES | ({"intermediate_size": 12200} if "256" in target else {})
-    found = list(indivisible({"text_config": sizes}, Target.parse(target)))
+    found = list(indivisible({"text_config": sizes}, EngineSizes.parse(target)))
     assert len(found) == len(named)
     assert all(text.startswith(start) for text, start in zip(found, named, strict=True))
 
@@ -53,17 +53,17 @@ def test_an_assertion_without_a_message_is_told_with_its_statement() -> None:
         assert config["num_attention_heads"] % 64 == 0
     except AssertionError as error:
         error.args = ()  # pytest gives it one
-        told = start_failure(error, config, Target.parse("tp=64"), "m")
+        told = start_failure(error, config, EngineSizes.parse("tp=64"), "m")
     assert 'assert config["num_attention_heads"] % 64 == 0` at `test_plan_sizes.py:' in told
     assert "; m has num_attention_heads=32, which is not divisible by tp=64" in told
 
 
 def test_other_errors_are_told_as_they_are() -> None:
-    assert start_failure(KeyError("q"), SIZES, Target.parse("tp=64"), "m") == "KeyError: 'q'"
+    assert start_failure(KeyError("q"), SIZES, EngineSizes.parse("tp=64"), "m") == "KeyError: 'q'"
 
 
 def test_every_stage_needs_a_layer(tmp_path) -> None:
     config = json.loads((prepare("qwen3-8b", 4, tmp_path) / "config.json").read_text())
-    check_stages(config, Target.parse("tp=2,pp=4"), "qwen3-8b")
+    check_stages(config, EngineSizes.parse("tp=2,pp=4"), "qwen3-8b")
     with pytest.raises(Mismatch, match="qwen3-8b has 4 layers, and pp=5 needs a layer for each pipeline stage"):
-        check_stages(config, Target.parse("tp=2,pp=5"), "qwen3-8b")
+        check_stages(config, EngineSizes.parse("tp=2,pp=5"), "qwen3-8b")

@@ -166,14 +166,15 @@ def pull(
 
     The keys are both servers', unless the first has others.
     """
-    from sglang_reshard.cli.pull import Server, run
+    from sglang_reshard.cli.pull import run
+    from sglang_reshard.protocol.server_client import ServerClient
 
     api, admin = keys.key(api_key, api_key_file), keys.key(admin_api_key, admin_api_key_file)
     from_api = keys.key(from_api_key, from_api_key_file)
     from_admin = keys.key(from_admin_api_key, from_admin_api_key_file)
-    giver = Server(source, from_api or api, from_admin or admin)
-    options = {"transport": transport, "verify": verify}
-    typer.echo(run(giver, Server(target, api, admin), timeout_s, options))
+    giver = ServerClient(source, api_key=from_api or api, admin_api_key=from_admin or admin, timeout_s=timeout_s)
+    taker = ServerClient(target, api_key=api, admin_api_key=admin, timeout_s=timeout_s)
+    typer.echo(run(giver, taker, timeout_s, {"transport": transport, "verify": verify}))
 
 
 @app.command()
@@ -259,21 +260,26 @@ def plan(
 
     Needs SGLang. Exits with 1 if the update would be refused, and with 2 if no plan can be made.
     """
-    from sglang_reshard.cli.plan.command import Output, run
+    from sglang_reshard.cli.plan.command import run
 
-    options = {
-        "layers": layers,
-        "transport": transport,
-        "bucket_bytes": int(bucket_mib * 1024 * 1024),
-        "links": (nvlink * 1e9, nic * 1e9),
-        "ranks_per_host": ranks_per_host,
-        "colocated": colocated,
-        "device": device,
-        "ignore": tuple(ignore or ()),
-        "processes": processes,
-        "deadline_seconds": deadline_s,
-    }
-    raise typer.Exit(run(model, source, target, options, Output(as_json, plot)))
+    code = run(
+        model,
+        source,
+        target,
+        as_json=as_json,
+        plot=plot,
+        layers=layers,
+        transport=transport,
+        bucket_bytes=int(bucket_mib * 1024 * 1024),
+        links=(nvlink * 1e9, nic * 1e9),
+        ranks_per_host=ranks_per_host,
+        colocated=colocated,
+        device=device,
+        ignore=tuple(ignore or ()),
+        processes=processes,
+        deadline_seconds=deadline_s,
+    )
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from sglang_reshard.errors import EngineRefused, TornWeights
@@ -11,21 +10,8 @@ from sglang_reshard.observability.report import summary
 from sglang_reshard.protocol.server_client import ServerClient
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """A server's URL and keys; keys that are None come from the environment."""
-
-    url: str
-    api_key: str | None
-    admin_api_key: str | None
-
-    def client(self, timeout_s: float) -> ServerClient:
-        return ServerClient(self.url, api_key=self.api_key, admin_api_key=self.admin_api_key, timeout_s=timeout_s)
-
-
-def run(source: Server, target: Server, timeout_s: float, options: dict[str, Any]) -> str:
-    """Returns a line that says what `target` has now. Raises a ReshardError if it has no new weights."""
-    giver, taker = source.client(timeout_s), target.client(timeout_s)
+def run(giver: ServerClient, taker: ServerClient, timeout_s: float, options: dict[str, Any]) -> str:
+    """Returns a line that says what `taker` has now. Raises a ReshardError if it has no new weights."""
     live = giver.check()  # what is wrong with either is told here: the taker passes on nothing of the giver's answer
     taker.check()
     if live.torn:

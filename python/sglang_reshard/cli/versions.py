@@ -1,4 +1,4 @@
-"""The versions that a report of a problem needs."""
+"""The versions of installed packages, and those that a report of a problem needs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from sglang_reshard.version import PROTOCOL, __version__
 def versions() -> str:
     """Returns a line for this package, its protocol, torch and SGLang."""
     own = [f"sglang-reshard {__version__}", f"protocol {PROTOCOL}"]
-    return "\n".join(own + [_version(package) for package in ("torch", "sglang")])
+    others = [f"{package} {installed_version(package) or 'is not installed'}" for package in ("torch", "sglang")]
+    return "\n".join(own + others)
 
 
-def _version(package: str) -> str:
+def installed_version(package: str) -> str | None:
     try:
-        return f"{package} {importlib.metadata.version(package)}"
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return f"{package} is not installed"
+        return None

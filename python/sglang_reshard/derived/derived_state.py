@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from sglang_reshard.derived.search import Search
     from sglang_reshard.trace.folded import Flag
 
-_SHOWN = 3
-
 
 class DerivedState:
     """The derived state of one engine rank's model."""
@@ -95,7 +93,7 @@ class DerivedState:
         """Names the tensors that the engine has set since its start, and that no known code computes from weights."""
         if self._found is None or not self._found.unknown:
             return ""
-        return f"not known to be independent of weights: {some_names(self._found.unknown, _SHOWN)}"
+        return f"not known to be independent of weights: {some_names(self._found.unknown)}"
 
     def _search(self) -> None:
         if self._found is None:

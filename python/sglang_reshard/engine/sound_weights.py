@@ -29,7 +29,7 @@ def check_kept(kept: Collection[str], request: DistributedUpdateWeightsReq, last
     if not unsound:
         return
     raise Mismatch(
-        f"{some_names(sorted(unsound), 3)} would stay as they are, and nothing has brought them: the engine was "
+        f"{some_names(sorted(unsound))} would stay as they are, and nothing has brought them: the engine was "
         "started with load_format='dummy', its weights were released, or an update of them failed half-way. Send all "
         "tensors once, without frozen= and only=, or let SGLang load the model's checkpoint from disk"
     )

@@ -23,6 +23,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.session import LOOPBACK, Session
+from sglang_reshard.shown_names import some_names
 from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.trainer.options import SenderOptions
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 Shape = Sequence[int]
 _TRAINER = 0  # the rank that broadcasts
-_SHOWN_NAMES = 5
 
 
 class ParameterStream:
@@ -132,7 +132,7 @@ class ParameterStream:
         """
         missing = [name for name in self._known if name not in self._received]
         if self._version != str(version) or missing:
-            shown = ", ".join(missing[:_SHOWN_NAMES]) or "no parameter at all"
+            shown = some_names(missing) or "no parameter at all"
             raise Mismatch(
                 f"version {version} is incomplete: {len(missing)} parameters have not arrived, {shown}. Send them "
                 "before committing"

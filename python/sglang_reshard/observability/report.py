@@ -238,10 +238,8 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.2f} TB"
 
 
-def _overview(report: UpdateReport) -> Table:
-    from rich.table import Table
-    from rich.text import Text  # elsewhere rich takes the brackets in tensor names for markup
-
+def overview(report: UpdateReport) -> list[tuple[str, str]]:
+    """Returns what holds for all ranks, as (name, value)."""
     rows = [
         ("version", report.weight_version if report.weight_version is not None else "(unchanged)"),
         ("transport", f"{report.transport}: {report.transport_reason}"),
@@ -258,10 +256,17 @@ def _overview(report: UpdateReport) -> Table:
         rows.append(("probe", report.probe.line()))
     if report.message:
         rows.append(("note", report.message))
-    overview = Table.grid(padding=(0, 2))
-    for name, value in rows:
-        overview.add_row(name, Text(value))
-    return overview
+    return rows
+
+
+def _overview(report: UpdateReport) -> Table:
+    from rich.table import Table
+    from rich.text import Text  # elsewhere rich takes the brackets in tensor names for markup
+
+    table = Table.grid(padding=(0, 2))
+    for name, value in overview(report):
+        table.add_row(name, Text(value))
+    return table
 
 
 def _phases(report: UpdateReport) -> Table:

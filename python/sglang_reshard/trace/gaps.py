@@ -289,7 +289,7 @@ class _Check:
                 "quantized weight needs its scale, and frozen= names what stays as it is."
                 f"{self._stock.hint(gap.storage)}"
             )
-        source = f"The engine's own checkpoint fills it from {some_names(gap.filled_by, 4)}"
+        source = f"The engine's own checkpoint fills it from {some_names(gap.filled_by)}"
         if gap.only_whole:
             return f"{source}. Send these too: no part of it may stay as it is, because {gap.only_whole}"
         advice = self._stock.advice([name for gap in self._gaps for name in gap.filled_by])
@@ -315,7 +315,7 @@ def _check_once(
 
 
 def _labels(records: Sequence[Record]) -> str:
-    return some_names(list(dict.fromkeys(record.label for record in records)), 4)
+    return some_names(list(dict.fromkeys(record.label for record in records)))
 
 
 def _share_elements(fills: Sequence[Record]) -> bool:

@@ -54,7 +54,7 @@ def check_quantized(
         if changed:
             raise Unsupported(
                 f"{one} may not stay as it is, because the update replaces "
-                f"{some_names(list(dict.fromkeys(changed)), 4)} of the same quantized weight. Send its values and its "
+                f"{some_names(list(dict.fromkeys(changed)))} of the same quantized weight. Send its values and its "
                 "scales together, or let frozen= keep all of them."
             )
 

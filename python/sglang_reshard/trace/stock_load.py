@@ -146,7 +146,7 @@ class StockLoad:
         """Returns what is known about a live storage that is not written completely, as the end of an error message."""
         writes = self.writes()
         if writes is not None and (names := source_names(writes.get(storage, ()))):
-            return f" The engine's own checkpoint fills it from {some_names(names, 4)}."
+            return f" The engine's own checkpoint fills it from {some_names(names)}."
         if self.unknown:
             return (
                 " If a start on the model's checkpoint does not write it either, or frozen= names the tensors that do, "

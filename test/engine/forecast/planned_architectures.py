@@ -21,9 +21,10 @@ from sglang_reshard.cli.plan import sglang_model
 from sglang_reshard.cli.plan.checkpoint import specs_of
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.rank_model import Refusal, model_rank
-from sglang_reshard.cli.plan.request import PlanRequest, Source, Target
+from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source
 from sglang_reshard.cli.plan.sources import layout_of
 from sglang_reshard.plan import TensorIndex
+from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import write_checkpoint
@@ -48,7 +49,7 @@ def _fresh(run: dict[str, Any]) -> bool:
 
 
 def request_of(folder: str) -> PlanRequest:
-    return PlanRequest(model="tiny", folder=folder, source=Source(shards=2), target=Target(tp=TP))
+    return PlanRequest(model="tiny", folder=folder, source=Source(shards=2), target=EngineSizes(tp=TP))
 
 
 def planned(folder: str) -> tuple[Any, ...] | str:
@@ -58,7 +59,7 @@ def planned(folder: str) -> tuple[Any, ...] | str:
     found = model_rank(request, index, 1, RANK)
     if isinstance(found, Refusal):
         return f"{found.phase}: {found.reason}"
-    return tuple(found.read_plan.copies), found.targets, dict(found.arrivals)
+    return _facts(found.program)
 
 
 def in_memory(folder: str) -> tuple[Any, ...]:
@@ -72,8 +73,12 @@ def in_memory(folder: str) -> tuple[Any, ...]:
         model = sglang_model.build_rank(folder, tp_size=TP, tp_rank=RANK, attention_backend="torch_native")
     specs = specs_of(Path(folder))
     program = trace(model, specs, lambda: EngineStart(specs))  # what a start leaves alone may stay
-    targets = {name: (t.numel(), str(t.dtype).removeprefix("torch.")) for name, t in program.targets.items()}
-    return tuple(program.copies), targets, dict(program.arrivals)
+    return _facts(program)
+
+
+def _facts(program: Program) -> tuple[Any, ...]:
+    targets = {name: (t.numel(), t.dtype) for name, t in program.targets.items()}
+    return program.copies, targets, dict(program.arrivals)
 
 
 def difference(plan: tuple[Any, ...] | str, memory: tuple[Any, ...]) -> str:

@@ -18,7 +18,7 @@ from pairs import Pair, Placing
 from sglang_reshard.cli.plan.command import make_plan
 from sglang_reshard.cli.plan.figures import Forecast
 from sglang_reshard.cli.plan.models import prepare
-from sglang_reshard.cli.plan.request import PlanRequest, Source, Target
+from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source
 from support.nixl_env import needs_nixl
 
 pytestmark = [pytest.mark.engine]
@@ -27,10 +27,10 @@ FSDP, HSDP = Source(shards=3), Source(copies=2, shards=2)
 # (mesh, placing of every tensor): what the words of a source mean, in those of a pair.
 MESHES: dict[Source, tuple[tuple[int, ...], Placing]] = {FSDP: ((3,), ("S0",)), HSDP: ((2, 2), ("R", "S0"))}
 CASES = [
-    ("dense", FSDP, Target(2), "p2p", 4096),
-    ("experts", HSDP, Target(4, ep=2), "broadcast", 1 << 20),
-    ("latent", FSDP, Target(2), "auto", 512),
-    pytest.param("experts", FSDP, Target(2), "nixl", 4096, marks=needs_nixl),
+    ("dense", FSDP, EngineSizes(2), "p2p", 4096),
+    ("experts", HSDP, EngineSizes(4, ep=2), "broadcast", 1 << 20),
+    ("latent", FSDP, EngineSizes(2), "auto", 512),
+    pytest.param("experts", FSDP, EngineSizes(2), "nixl", 4096, marks=needs_nixl),
 ]
 
 
@@ -52,7 +52,7 @@ def test_an_update_is_as_it_was_forecast(
     tmp_path: Path,
     model: str,
     source: Source,
-    target: Target,
+    target: EngineSizes,
     transport: str,
     bucket_bytes: int,
 ) -> None:

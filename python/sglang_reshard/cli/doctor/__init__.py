@@ -20,13 +20,6 @@ from importlib import import_module
 from sglang_reshard.cli.doctor.finding import Finding, Status, fail
 from sglang_reshard.cli.doctor.imports import Side, check_imports, cure, installed_side, missing_package
 
-_CHECKS = {
-    "installed": "INSTALLED_CHECKS",
-    "host": "HOST_CHECKS",
-    "gpus": "GPU_CHECKS",
-    "nixl": "NIXL_CHECKS",
-}
-
 __all__ = ["Finding", "Side", "Status", "examine"]
 
 
@@ -36,8 +29,8 @@ def examine(url: str = "", api_key: str = "", admin_api_key: str = "", side: Sid
     side  the side that this environment runs; None: as its packages show
     """
     found = check_imports(side or installed_side())
-    for module, checks in _CHECKS.items():
-        found += _findings(module, checks, lambda checks: [finding for check in checks for finding in check()])
+    for module in ("installed", "host", "gpus", "nixl"):
+        found += _findings(module, "CHECKS", lambda checks: [finding for check in checks for finding in check()])
     if url:
         found += _findings("server", "check_server", lambda check: check(url, api_key, admin_api_key))
     return found

@@ -6,7 +6,6 @@ import itertools
 import os
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -14,11 +13,13 @@ import torch
 
 from sglang_reshard.cli.doctor.finding import Check, Finding, fail, ok, warning
 from sglang_reshard.cli.doctor.reader import pattern
+from sglang_reshard.cli.versions import installed_version
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.gpu.announce import rank_device
 from sglang_reshard.gpu.rank_info import NCCL_SETTINGS
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.memory.mapping import MemoryExporter
+from sglang_reshard.shown_names import some_names
 
 _READER_S = 120.0  # it imports torch, which takes long where many do
 _DEVICES = Path("/dev")
@@ -54,7 +55,7 @@ def check_peer_access() -> list[Finding]:
         return ok("peer access", "no GPU" if count == 0 else "one GPU: nothing to reach")
     without = [pair for pair in itertools.combinations(range(count), 2) if not torch.cuda.can_device_access_peer(*pair)]
     if without:
-        shown = ", ".join(f"{a}-{b}" for a, b in without[:4]) + (", ..." if len(without) > 4 else "")
+        shown = some_names([f"{a}-{b}" for a, b in without])
         return warning(
             "peer access",
             f"not between the GPUs {shown}: engine ranks on one cannot read the other's memory, so auto sends over p2p",
@@ -75,7 +76,7 @@ def check_allocator() -> list[Finding]:
     """Memory of other kinds than cudaMalloc's has no handles, see `gpu.runtime`."""
     if not torch.cuda.is_available():
         return ok("GPU memory", "no GPU")
-    kind = rank_device(_first_gpu()).allocator
+    kind = rank_device(torch.device("cuda", 0)).allocator
     if kind == "native":
         return ok("GPU memory", "torch allocates by cudaMalloc: engine ranks on this host can map it")
     return warning(
@@ -92,7 +93,7 @@ def check_nccl() -> list[Finding]:
         return ok("NCCL", "no GPU: gloo carries what is sent")
     if not torch.distributed.is_nccl_available():
         return fail("NCCL", "this torch has none", "install torch from its own index, built for CUDA")
-    nccl = rank_device(_first_gpu()).nccl
+    nccl = rank_device(torch.device("cuda", 0)).nccl
     settings = [f"{name}={nccl[name]}" for name in NCCL_SETTINGS if name in nccl]
     says = f"{nccl['version']}, {', '.join(settings) or 'no settings'}"
     if "NCCL_CUMEM_ENABLE" in nccl:
@@ -104,9 +105,8 @@ def check_nccl() -> list[Finding]:
 
 def check_memory_saver() -> list[Finding]:
     """release_memory_occupation needs it; and it needs torch's allocator as it is by default."""
-    try:
-        told = metadata.version("torch_memory_saver")
-    except metadata.PackageNotFoundError:
+    told = installed_version("torch_memory_saver")
+    if told is None:
         return ok("memory saver", "not installed: release_memory_occupation of an engine here will free nothing")
     expandable = [name for name in _ALLOCATOR if "expandable_segments:true" in os.environ.get(name, "").lower()]
     if expandable:
@@ -118,7 +118,7 @@ def check_memory_saver() -> list[Finding]:
     return ok("memory saver", f"{told}; used where an engine is started with enable_memory_saver=True")
 
 
-GPU_CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[Check, ...] = (
     check_gpus,
     check_peer_access,
     check_allocator,
@@ -126,10 +126,6 @@ GPU_CHECKS: tuple[Check, ...] = (
     check_nccl,
     check_memory_saver,
 )
-
-
-def _first_gpu() -> torch.device:
-    return torch.device("cuda", 0)
 
 
 def _handed_over(devices: list[torch.device]) -> list[Finding]:

@@ -81,7 +81,7 @@ def check_log_format() -> list[Finding]:
     return []
 
 
-HOST_CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[Check, ...] = (
     check_shared_memory,
     check_descriptors,
     check_mappings,

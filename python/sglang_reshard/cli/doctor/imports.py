@@ -13,6 +13,7 @@ from importlib import import_module, metadata
 from typing import Literal, NamedTuple, get_args
 
 from sglang_reshard.cli.doctor.finding import Finding, fail, ok
+from sglang_reshard.cli.versions import installed_version
 
 Side = Literal["trainer", "engine", "verl"]
 SIDES: tuple[Side, ...] = get_args(Side)
@@ -45,7 +46,7 @@ _INSTALL = {
 }
 
 
-class Failure(NamedTuple):
+class FailedImport(NamedTuple):
     """A module that cannot be imported.
 
     error    type and message
@@ -64,13 +65,7 @@ def side_named(name: str) -> Side | None:
 
 def installed_side() -> Side:
     """Returns the side that this environment is for, as far as its packages tell."""
-    for side in ("verl", "sglang"):
-        try:
-            metadata.version(side)
-        except metadata.PackageNotFoundError:
-            continue
-        return "verl" if side == "verl" else "engine"
-    return "trainer"
+    return "verl" if installed_version("verl") else "engine" if installed_version("sglang") else "trainer"
 
 
 def check_imports(side: Side) -> list[Finding]:
@@ -89,7 +84,7 @@ def check_imports(side: Side) -> list[Finding]:
             f"the process that imports them ended with {done.returncode}: {last}",
             "reinstall: pip install --force-reinstall sglang-reshard",
         )
-    failures = [Failure(*failure) for failure in json.loads(lines[-1])]
+    failures = [FailedImport(*failed) for failed in json.loads(lines[-1])]
     if not failures:
         return ok(name, f"all {len(modules_of(side))} modules can be imported")
     first = failures[0]
@@ -114,13 +109,13 @@ def modules_of(side: Side) -> tuple[str, ...]:
     return (*modules_of("engine"), "verl", *_MODULES["trainer"], "sglang_reshard.verl")
 
 
-def failures_of(side: Side) -> list[Failure]:
+def failures_of(side: Side) -> list[FailedImport]:
     found = []
     for module in modules_of(side):
         try:
             import_module(module)
         except Exception as error:  # noqa: PERF203 (each is a module's own)
-            found.append(Failure(module, f"{type(error).__name__}: {error}", missing_package(error)))
+            found.append(FailedImport(module, f"{type(error).__name__}: {error}", missing_package(error)))
     return found
 
 

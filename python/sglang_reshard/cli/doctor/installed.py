@@ -9,6 +9,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from sglang_reshard.cli.doctor.finding import Check, Finding, fail, ok, warning
+from sglang_reshard.cli.versions import installed_version
 from sglang_reshard.version import __version__
 
 _PACKAGE = "sglang-reshard"
@@ -26,7 +27,7 @@ def check_python() -> list[Finding]:
 
 def check_this_package() -> list[Finding]:
     """The imported and the installed version can differ: a checkout on PYTHONPATH, another one in site-packages."""
-    told = _installed(_PACKAGE) or provided_by_sglang()
+    told = installed_version(_PACKAGE) or provided_by_sglang()
     if told is None:
         return fail(
             _PACKAGE,
@@ -53,8 +54,8 @@ def check_supported() -> list[Finding]:
 
 def check_transformers() -> list[Finding]:
     """SGLang pins one that verl excludes."""
-    told = _installed("transformers")
-    if told is None or _installed("sglang") is None:
+    told = installed_version("transformers")
+    if told is None or installed_version("sglang") is None:
         return ok("transformers", told or "not installed; needed where an engine runs")
     wanted = _wanted("sglang", "transformers")
     if wanted is None or wanted.specifier.contains(told, prereleases=True):
@@ -67,7 +68,7 @@ def check_transformers() -> list[Finding]:
 
 def check_plugin() -> list[Finding]:
     """SGLang loads plugins by entry point, and only logs when that fails."""
-    if _installed("sglang") is None:
+    if installed_version("sglang") is None:
         return ok("plugin", "no engine can run here; nothing to load")
     found = [entry for entry in metadata.entry_points(group=_GROUP) if entry.name == _NAME]
     if not found:
@@ -91,7 +92,7 @@ def check_plugin() -> list[Finding]:
     return ok("plugin", f"SGLang will load {found[0].value}")
 
 
-INSTALLED_CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[Check, ...] = (
     check_python,
     check_this_package,
     check_supported,
@@ -101,20 +102,13 @@ INSTALLED_CHECKS: tuple[Check, ...] = (
 
 
 def _supported(name: str, needed: bool) -> list[Finding]:
-    told, wanted = _installed(name), _wanted(_PACKAGE, name)
+    told, wanted = installed_version(name), _wanted(_PACKAGE, name)
     cure = f"pip install '{wanted}'" if wanted is not None else f"pip install {name}"
     if told is None:
         return fail(name, "not installed", cure) if needed else ok(name, f"not installed; where it is needed: {wanted}")
     if wanted is not None and not wanted.specifier.contains(told, prereleases=True):
         return warning(name, f"{told}; sglang-reshard is tested with {wanted.specifier}", cure)
     return ok(name, told)
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def provided_by_sglang() -> str | None:

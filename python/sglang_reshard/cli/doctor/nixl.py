@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from importlib import metadata
 from pathlib import Path
 
 from sglang_reshard.cli.doctor.finding import Check, Finding, ok, warning
+from sglang_reshard.cli.versions import installed_version
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 _SETTINGS = ("UCX_TLS", "UCX_NET_DEVICES")
 
 
 def check_nixl() -> list[Finding]:
-    try:
-        version = metadata.version("nixl")
-    except metadata.PackageNotFoundError:
+    version = installed_version("nixl")
+    if version is None:
         return ok("nixl", "not installed; only transport='nixl' needs it")
     settings = [f"{name}={os.environ[name]}" for name in _SETTINGS if name in os.environ]
     devices = sorted(device.name for device in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.is_dir() else []
@@ -29,4 +28,4 @@ def check_nixl() -> list[Finding]:
     )
 
 
-NIXL_CHECKS: tuple[Check, ...] = (check_nixl,)
+CHECKS: tuple[Check, ...] = (check_nixl,)

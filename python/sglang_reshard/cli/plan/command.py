@@ -7,7 +7,6 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +18,40 @@ from sglang_reshard.cli.outcome import DONE, REFUSED
 from sglang_reshard.cli.plan import worker_process
 from sglang_reshard.cli.plan.figures import Forecast
 from sglang_reshard.cli.plan.models import CONFIG, prepare
-from sglang_reshard.cli.plan.request import PlanRequest, Source, Target
+from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source
 from sglang_reshard.cli.plan.sizes import check_stages
 from sglang_reshard.cli.plan.table import print_forecast
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.nearest import nearest
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """The format of the result: a table or JSON on stdout, and a plot in the file `plot`."""
+def run(model: str, source: str, target: str, *, as_json: bool, plot: Path | None, **options: Any) -> int:
+    """Prints the plan and returns the exit code.
 
-    as_json: bool
-    plot: Path | None
-
-
-def run(model: str, source: str, target: str, options: dict[str, Any], output: Output) -> int:
-    """Prints the plan and returns the exit code. `options` are the other fields of `PlanRequest`, except `folder`.
+    as_json  print JSON instead of tables
+    plot     file for a picture
+    options  the other fields of `PlanRequest`, except `folder`
 
     Raises Mismatch, or an error of `make_plan`, if no plan can be made.
     """
-    if output.plot is not None:
-        _check_plotting(output.plot)
+    if plot is not None:
+        _check_plotting(plot)
     with tempfile.TemporaryDirectory(prefix="sglang-reshard-plan-") as folder:
-        sides: dict[str, Any] = {"source": Source.parse(source), "target": Target.parse(target)}
+        sides: dict[str, Any] = {"source": Source.parse(source), "target": EngineSizes.parse(target)}
         found = prepare(model, options["layers"], Path(folder))
         check_stages(json.loads((found / CONFIG).read_text()), sides["target"], model)
         request = PlanRequest(model=model, folder=str(found.resolve()), **sides, **options)
         forecast = make_plan(request, Console(stderr=True))
         # The temporary folder is gone by the time anybody reads this.
         forecast = msgspec.structs.replace(forecast, question=msgspec.structs.replace(request, folder=model))
-    if output.as_json:
+    if as_json:
         print(msgspec.json.format(msgspec.json.encode(forecast), indent=1).decode())
     else:
         print_forecast(Console(), forecast)
-    if output.plot is not None and not forecast.refused:
+    if plot is not None and not forecast.refused:
         from sglang_reshard.cli.plan.plot import draw
 
-        draw(forecast, output.plot)
+        draw(forecast, plot)
     return REFUSED if forecast.refused else DONE
 
 
@@ -78,10 +73,12 @@ def make_plan(request: PlanRequest, console: Console) -> Forecast:
             if "error" in report:
                 raise Mismatch(report["error"])
             if "forecast" in report:
-                return msgspec.convert(report["forecast"], Forecast)
+                seconds = {step.description: round(step.elapsed or 0.0, 3) for step in progress.tasks}
+                return msgspec.convert(report["forecast"] | {"seconds_by_step": seconds}, Forecast)
             if "step" in report:
                 if task is not None:
                     progress.update(task, completed=progress.tasks[task].total)
+                    progress.stop_task(task)
                 task = progress.add_task(report["step"], total=report["of"])
             elif task is not None:
                 progress.advance(task, report["done"])

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable
-
 import msgspec
 
 from sglang_reshard.cli.plan.request import PlanRequest
 from sglang_reshard.cli.plan.sizing import Sizing
-
-
-class Spread(msgspec.Struct, frozen=True):
-    """The spread of one figure over the ranks of one side."""
-
-    min: int
-    median: int
-    max: int
-
-    @classmethod
-    def of(cls, values: Iterable[int]) -> Spread:
-        found = list(values) or [0]
-        return cls(min(found), int(statistics.median(found)), max(found))
 
 
 class EngineRank(msgspec.Struct, frozen=True):
@@ -108,7 +92,3 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     communicators: tuple[Communicator, ...] = ()
     remark: str = ""
     seconds_by_step: dict[str, float] = {}
-
-    def spread(self, side: str, figure: str) -> Spread:
-        """Returns the spread of a figure ("sent_bytes") over one side ("engine_ranks" or "trainer_ranks")."""
-        return Spread.of(getattr(rank, figure) for rank in getattr(self, side))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from sglang_reshard.cli.plan.sizes import start_failure
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.checkpoint_headers import folder_specs
 from sglang_reshard.plan import RankDemand, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
-from sglang_reshard.trace.program import Arrival, Program
+from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 
@@ -29,31 +29,12 @@ START = "SGLang's own start"  # the phase before those of an update
 class RankModel:
     """One engine rank's plan.
 
-    program  the traced loader without its steps; its targets are meta tensors
+    program  the traced loader without its steps; its targets are meta tensors, which travel between processes
     """
 
     demand: RankDemand
     read_plan: ReadPlan
     program: Program
-
-
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """A `RankModel` as it travels between processes: target storages as (elements, dtype name)."""
-
-    demand: RankDemand
-    read_plan: ReadPlan
-    targets: dict[str, tuple[int, str]]
-    seconds: float
-    arrivals: dict[str, Arrival] = field(default_factory=dict)
-
-    def rank_model(self) -> RankModel:
-        targets = {
-            name: torch.empty(numel, dtype=getattr(torch, dtype), device="meta")
-            for name, (numel, dtype) in self.targets.items()
-        }
-        program = Program(tuple(self.read_plan.copies), targets, (), self.seconds, self.arrivals)
-        return RankModel(self.demand, self.read_plan, program)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +45,7 @@ class Refusal:
     reason: str
 
 
-def model_rank(request: PlanRequest, index: TensorIndex, cores: int, engine_rank: int) -> Outline | Refusal:
+def model_rank(request: PlanRequest, index: TensorIndex, cores: int, engine_rank: int) -> RankModel | Refusal:
     """Builds and traces an engine rank in this process, which cannot build another one; returns why if it cannot."""
     try:
         model = _built(request, engine_rank)
@@ -80,9 +61,11 @@ def model_rank(request: PlanRequest, index: TensorIndex, cores: int, engine_rank
     ranks = request.target.engine_ranks
     location = RankLocation(engine_rank, ranks, host, request.trainer_hosts, device, request.trainer_devices)
     reads = plan_reads(index, program.copies, location)
-    targets = {name: (t.numel(), str(t.dtype).removeprefix("torch.")) for name, t in program.targets.items()}
+    targets = {name: torch.empty(t.numel(), dtype=t.dtype, device="meta") for name, t in program.targets.items()}
     demand = rank_demand(index, reads, host, cores, device)
-    return Outline(demand, reads, targets, program.seconds, dict(program.arrivals))
+    return RankModel(
+        demand, reads, Program(program.copies, targets, seconds=program.seconds, arrivals=program.arrivals)
+    )
 
 
 def _built(request: PlanRequest, engine_rank: int) -> torch.nn.Module:

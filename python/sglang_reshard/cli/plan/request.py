@@ -50,7 +50,7 @@ class Source(msgspec.Struct, frozen=True):
         return found
 
 
-class Target(msgspec.Struct, frozen=True):
+class EngineSizes(msgspec.Struct, frozen=True):
     """The engine's parallel sizes, named as SGLang's arguments; `dp` is the size of dp-attention."""
 
     tp: int
@@ -68,7 +68,7 @@ class Target(msgspec.Struct, frozen=True):
         return ",".join([f"tp={self.tp}"] + [f"{name}={size}" for name, size in others if size > 1])
 
     @classmethod
-    def parse(cls, text: str) -> Target:
+    def parse(cls, text: str) -> EngineSizes:
         """Parses "tp=16", "tp=16,ep=16", "tp=16,ep=16,dp=16" or "tp=8,pp=2". Raises Mismatch."""
         sizes = _sizes(text, "--target", "tp=16, or tp=16,ep=16,dp=16, or tp=8,pp=2", {"tp", "ep", "dp", "pp"})
         found = cls(**{"tp": 1} | {name: _count(size, "--target", text) for name, size in sizes.items()})
@@ -95,7 +95,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
     model: str
     folder: str
     source: Source
-    target: Target
+    target: EngineSizes
     layers: int = 0
     device: str = "cuda"
     ranks_per_host: int = 8

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sglang_reshard.cli.plan.request import Target
+from sglang_reshard.cli.plan.request import EngineSizes
 from sglang_reshard.errors import Mismatch
 
 _VOCABULARY_PADDING = 64  # SGLang rounds the vocabulary up to this before it divides it
@@ -15,7 +15,7 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
-def check_stages(config: Mapping[str, Any], target: Target, model: str) -> None:
+def check_stages(config: Mapping[str, Any], target: EngineSizes, model: str) -> None:
     """Raises Mismatch if the model has fewer layers than the engine has pipeline stages."""
     layers = _text_config(config).get("num_hidden_layers")
     if isinstance(layers, int) and target.pp > layers:
@@ -24,14 +24,14 @@ def check_stages(config: Mapping[str, Any], target: Target, model: str) -> None:
         )
 
 
-def start_failure(error: BaseException, config: Mapping[str, Any], target: Target, model: str) -> str:
+def start_failure(error: BaseException, config: Mapping[str, Any], target: EngineSizes, model: str) -> str:
     """Returns what SGLang failed with, or the assertion if it has no message, and the sizes that may be the cause."""
     text = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} of `{_statement(error)}`"
     reasons = tuple(indivisible(config, target)) if isinstance(error, (AssertionError, ValueError)) else ()
     return f"{text}; {model} has {', and '.join(reasons)}" if reasons else text
 
 
-def indivisible(config: Mapping[str, Any], target: Target) -> Iterator[str]:
+def indivisible(config: Mapping[str, Any], target: EngineSizes) -> Iterator[str]:
     """Yields each size of the model that is not divisible by the engine's, as "num_attention_heads=32, which ..."."""
     sizes = _text_config(config)
     attention = target.tp // target.dp

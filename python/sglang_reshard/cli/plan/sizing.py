@@ -7,6 +7,7 @@ buffer is one storage, however many tensors it has.
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 from collections.abc import Sequence
@@ -70,14 +71,25 @@ class Sizing(msgspec.Struct, frozen=True):
 
 def trainer_sizings(index: TensorIndex, sent_bytes: Sequence[int]) -> tuple[TrainerSizing, ...]:
     """Returns the needs of all trainer ranks. `sent_bytes`: what each sends to one engine, in the engine's dtypes."""
-    known: dict[tuple[int, ...], TrainerSizing] = {}  # most ranks hold shards of the same sizes
-    found = []
-    for trainer_rank, sent in enumerate(sent_bytes):
-        of_classes = tuple(_local_bytes(kind, trainer_rank) for kind in index.classes)
-        if of_classes not in known:
-            known[of_classes] = _of_sizes([of_classes[number] for number in index.class_of.tolist()])
-        found.append(msgspec.structs.replace(known[of_classes], delta_bytes=sent + sent // PART))
-    return tuple(found)
+
+    @functools.cache  # most ranks hold shards of the same sizes
+    def of_sizes(by_class: tuple[int, ...]) -> TrainerSizing:
+        sizes = np.array(by_class, np.int64)[index.class_of]
+        held = sizes[sizes > 0]
+        return TrainerSizing(
+            storages=len(held),
+            shm_bytes=_rounded(held, mmap.PAGESIZE),
+            arena_bytes=_rounded(held, ALIGNMENT),
+            allocations=max(segments(held.tolist()), default=-1) + 1,
+            async_bytes=_rounded(held, ALIGN_BYTES),
+            delta_bytes=0,
+        )
+
+    held = (of_sizes(tuple(_local_bytes(of, rank) for of in index.classes)) for rank in range(len(sent_bytes)))
+    return tuple(
+        msgspec.structs.replace(needs, delta_bytes=sent + sent // PART)
+        for needs, sent in zip(held, sent_bytes, strict=True)
+    )
 
 
 def _local_bytes(kind: TensorClass, trainer_rank: int) -> int:
@@ -85,17 +97,8 @@ def _local_bytes(kind: TensorClass, trainer_rank: int) -> int:
     return 0 if shape is None else math.prod(shape) * kind.item_bytes
 
 
-def _of_sizes(sizes: Sequence[int]) -> TrainerSizing:
-    """Returns the needs of a trainer rank whose tensors have these sizes (bytes); 0 for those that it does not hold."""
-    held = [nbytes for nbytes in sizes if nbytes]
-    return TrainerSizing(
-        storages=len(held),
-        shm_bytes=_rounded(held, mmap.PAGESIZE),
-        arena_bytes=_rounded(held, ALIGNMENT),
-        allocations=max(segments(held), default=-1) + 1,
-        async_bytes=_rounded(held, ALIGN_BYTES),
-        delta_bytes=0,
-    )
+def _rounded(sizes: np.ndarray, unit: int) -> int:
+    return int((-(-sizes // unit) * unit).sum())
 
 
 def engine_sizing(
@@ -110,7 +113,3 @@ def engine_sizing(
             own = reads.reads_from(trainer_rank)
             mapped += len(np.unique(tensors[own.start : own.stop]))
     return EngineSizing(mapped, shadow_bytes(program), 3 * bucket_bytes if sending else 0)
-
-
-def _rounded(sizes: Sequence[int], unit: int) -> int:
-    return sum(-(-nbytes // unit) * unit for nbytes in sizes)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_reshard.cli.plan.figures import Forecast, Spread
-from sglang_reshard.cli.plan.sizing_table import needs
+from sglang_reshard.cli.plan.figures import Forecast
+
+_COUNT = "{:,}".format
 
 
 def print_forecast(console: Console, forecast: Forecast) -> None:
@@ -54,13 +58,10 @@ def _communicators(forecast: Forecast) -> str:
 
 
 def _bytes(forecast: Forecast) -> Table:
-    table = Table(title="per rank")
-    table.add_column("")
-    for column in ("min", "median", "max", "by gather"):
-        table.add_column(column, justify="right")
     gather = forecast.gather
     assert gather is not None
     extra = gather.extra_bytes
+    table = _spreads("per rank", "by gather")
     for title, side, figure, gathered in (
         ("engine rank receives", "engine_ranks", "received_bytes", gather.engine_received_bytes),
         ("  least possible", "engine_ranks", "least_bytes", None),
@@ -70,13 +71,54 @@ def _bytes(forecast: Forecast) -> Table:
         ("  receives", "", "", gather.trainer_received_bytes),
         ("  extra memory at the peak", "trainer_ranks", "extra_bytes", extra),
     ):
-        spread = forecast.spread(side, figure) if side else Spread(0, 0, 0)
-        cells = map(decimal, (spread.min, spread.median, spread.max))
-        table.add_row(title, *cells, "" if gathered is None else decimal(gathered))
-    for title, side in (("to an engine rank", "engine_ranks"), ("of a trainer rank", "trainer_ranks")):
-        spread = forecast.spread(side, "messages")
-        table.add_row(f"messages {title}", *(f"{n:,}" for n in (spread.min, spread.median, spread.max)), "")
+        ranks = getattr(forecast, side) if side else ()
+        _add_spread(table, title, ranks, figure, decimal, "" if gathered is None else decimal(gathered))
+    for title, ranks in (("to an engine rank", forecast.engine_ranks), ("of a trainer rank", forecast.trainer_ranks)):
+        _add_spread(table, f"messages {title}", ranks, "messages", _COUNT, "")
     return table
+
+
+def needs(forecast: Forecast) -> Table:
+    """Returns the table of needs that apply to where weights are: on a CPU, on GPUs, or offloaded from these."""
+    assert forecast.sizing is not None
+    table = _spreads("what else a rank needs")
+    for title, side, figure, shown in (_CPU_ROWS if forecast.question.device == "cpu" else _GPU_ROWS) + _KEPT_ROWS:
+        _add_spread(table, title, getattr(forecast.sizing, side), figure, shown)
+    return table
+
+
+_Row = tuple[str, str, str, Callable[[int], str]]
+_KEPT_ROWS: tuple[_Row, ...] = (
+    ("trainer rank, update_async: copy", "trainer_ranks", "async_bytes", decimal),
+    ("trainer rank, delta='auto': base and changes", "trainer_ranks", "delta_bytes", decimal),
+    ("engine rank, delta='auto': buckets", "engine_ranks", "delta_bytes", decimal),
+    ("engine rank, staged=True: shadow weights", "engine_ranks", "staged_bytes", decimal),
+)
+_CPU_ROWS: tuple[_Row, ...] = (
+    ("trainer rank, /dev/shm", "trainer_ranks", "shm_bytes", decimal),
+    ("trainer rank, open files", "trainer_ranks", "storages", _COUNT),
+    ("engine rank, mappings", "engine_ranks", "mappings", _COUNT),
+)
+_GPU_ROWS: tuple[_Row, ...] = (
+    ("trainer rank, CUDA IPC handles", "trainer_ranks", "allocations", _COUNT),
+    ("trainer rank, /dev/shm if offloaded", "trainer_ranks", "arena_bytes", decimal),
+)
+
+
+def _spreads(title: str, *others: str) -> Table:
+    """Returns a table of spreads over ranks, with other columns."""
+    table = Table(title=title)
+    table.add_column("")
+    for column in ("min", "median", "max", *others):
+        table.add_column(column, justify="right")
+    return table
+
+
+def _add_spread(
+    table: Table, title: str, ranks: Sequence[Any], figure: str, shown: Callable[[int], str], *others: str
+) -> None:
+    values = [getattr(rank, figure) for rank in ranks] or [0]
+    table.add_row(title, *map(shown, (min(values), int(median(values)), max(values))), *others)
 
 
 def _ways(forecast: Forecast) -> Table:

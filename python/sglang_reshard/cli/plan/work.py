@@ -6,25 +6,24 @@ ranks then get the results of all forks.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 
 from sglang_reshard.cli.plan import worker_process
 from sglang_reshard.cli.plan.checkpoint import specs_of
-from sglang_reshard.cli.plan.cost import Costs, predicted_seconds, usual_costs
+from sglang_reshard.cli.plan.cost import costs_with, predicted_seconds
 from sglang_reshard.cli.plan.figures import Communicator, EngineRank, Forecast, Gather, TrainerRank, Way
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
-from sglang_reshard.cli.plan.loads import EngineLoad, buckets_bytes, engine_load, largest_tensor_bytes
-from sglang_reshard.cli.plan.rank_model import START, Outline, Refusal, model_rank
+from sglang_reshard.cli.plan.loads import NOTHING, EngineLoad, buckets_bytes, engine_load
+from sglang_reshard.cli.plan.rank_model import START, RankModel, Refusal, model_rank
 from sglang_reshard.cli.plan.request import PlanRequest
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.cli.plan.sizing import Sizing, engine_sizing, trainer_sizings
@@ -33,34 +32,13 @@ from sglang_reshard.engine.context import failure_message
 from sglang_reshard.engine.unread import check_unread
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
 from sglang_reshard.layout.names import matches_any
-from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex, unread_tensors
+from sglang_reshard.plan import ClusterTopology, TensorIndex, unread_tensors
+from sglang_reshard.route_table import ROUTES
 from sglang_reshard.routes.choice import choose_strategy
 from sglang_reshard.routes.strategy import Strategy
 from sglang_reshard.sources.names import ignored_remark
 
-STEPS = ("import SGLang", "build, trace and take in", "choose", "cut messages")
-
-
-class _Clock:
-    """Reports progress to the parent process, and records the seconds of each step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._step, self._began = "", time.perf_counter()
-
-    def begin(self, step: str, of: int = 1) -> None:
-        self.end()
-        self._step = step
-        worker_process.report({"step": step, "of": of})
-
-    def advance(self) -> None:
-        worker_process.report({"done": 1})
-
-    def end(self) -> None:
-        now = time.perf_counter()
-        if self._step:
-            self.seconds[self._step] = round(now - self._began, 3)
-        self._step, self._began = "", now
+T = TypeVar("T")
 
 
 def serve() -> None:
@@ -77,8 +55,7 @@ def serve() -> None:
 
 def forecast(request: PlanRequest) -> Forecast:
     """Returns the forecast. Raises Mismatch or Unsupported for a request that cannot be planned."""
-    clock = _Clock()
-    clock.begin(STEPS[0])
+    _begin("import SGLang")
     choose_code_paths(request.target.tp, gpu=request.device == "cuda")
     torch.set_num_threads(1)
     import_before_forks()
@@ -86,149 +63,109 @@ def forecast(request: PlanRequest) -> Forecast:
     ignored = [spec.name for spec in listed if matches_any(spec.name, request.ignore)]
     layout = layout_of([spec for spec in listed if not matches_any(spec.name, request.ignore)], request.source)
     index = TensorIndex.of(layout)
-    clock.begin(STEPS[1], request.target.engine_ranks)
-    cores = len(os.sched_getaffinity(0))
-    outlines, refused = _engine_ranks(request, index, cores, clock)
-    known = {
-        "question": request,
-        "tensors": len(layout.tensors),
-        "model_bytes": index.nbytes,
-        "layout_pieces": index.num_shards,
-    }
-    if refused:
-        return _finished(clock, known | {"refused": refused})
-    clock.begin(STEPS[2])
-    demands = [outline.demand for outline in outlines]
+    bare = Forecast(
+        question=request, tensors=len(layout.tensors), model_bytes=index.nbytes, layout_pieces=index.num_shards
+    )
+    _begin("build, trace and take in", request.target.engine_ranks)
+    ranks = _engine_ranks(request, index)
+    if isinstance(ranks, str):
+        return msgspec.structs.replace(bare, refused=(ranks,))
+    _begin("choose")
+    demands = [rank.demand for rank in ranks]
     topology = ClusterTopology.of(demands, request.trainer_hosts, request.trainer_devices)
-    costs = _costs(request, topology)
+    costs = costs_with(request.links, topology)
+
+    def choose(transport: str) -> Strategy:
+        return choose_strategy(transport, index, demands, topology, request.bucket_bytes)
+
+    def seconds(strategy: Strategy) -> float:
+        return predicted_seconds(strategy, topology, costs, demands)
+
     try:
         check_unread(unread_tensors(index, demands), ())
-        strategy = choose_strategy(request.transport, index, demands, topology, request.bucket_bytes)
+        strategy = choose(request.transport)
     except ReshardError as error:
         message = failure_message("plan", range(request.target.engine_ranks), str(error))
-        return _finished(clock, known | {"refused": (message,)})
-    ways = [_way(name, request, index, demands, topology, costs) for name in ("ipc", "p2p", "broadcast", "nixl")]
-    clock.begin(STEPS[3], request.target.engine_ranks)
-    loads = _loads(request, index, strategy, outlines, clock)
-    return _finished(
-        clock,
-        known
-        | _figures(request, index, demands, strategy, loads)
-        | {"sizing": _sizing(request, index, strategy, outlines, loads)}
-        | {
-            "predicted_seconds": predicted_seconds(strategy, topology, costs, demands),
-            "ways": tuple(ways),
-            "remark": ignored_remark(ignored),
-        },
+        return msgspec.structs.replace(bare, refused=(message,))
+    ways = tuple(_way(name, choose, seconds) for name in ROUTES)
+    _begin("cut messages", request.target.engine_ranks)
+    loads = dict(
+        _of_engine_ranks(request, lambda rank: engine_load(index, strategy, rank, ranks[rank], request.bucket_bytes))
+    )
+    figures = _figures(request, index, ranks, strategy, [loads[rank] for rank in range(len(ranks))])
+    return msgspec.structs.replace(
+        bare, **figures, predicted_seconds=seconds(strategy), ways=ways, remark=ignored_remark(ignored)
     )
 
 
-def _finished(clock: _Clock, known: dict[str, Any]) -> Forecast:
-    clock.end()
-    return Forecast(**known, seconds_by_step=clock.seconds)
+def _begin(step: str, of: int = 1) -> None:
+    worker_process.report({"step": step, "of": of})
 
 
-def _engine_ranks(
-    request: PlanRequest, index: TensorIndex, cores: int, clock: _Clock
-) -> tuple[list[Outline], tuple[str, ...]]:
-    """Returns all engine ranks in order, or the error messages that the trainer would get."""
-    found: dict[int, Outline | Refusal] = {}
-    work = partial(model_rank, request, index, cores)
-    jobs = range(request.target.engine_ranks)
-    for rank, outline in run_in_forks(
-        work, jobs, processes=request.processes, deadline_seconds=request.deadline_seconds
-    ):
-        if isinstance(outline, Refusal) and outline.phase == START:  # the others need not be tried
-            return [], (f"{START}, engine rank {rank}: {outline.reason}",)
-        found[rank] = outline
-        clock.advance()
-    refusals = {rank: of for rank in jobs if isinstance(of := found[rank], Refusal)}
-    if not refusals:
-        return [of for rank in jobs if isinstance(of := found[rank], Outline)], ()
-    first = refusals[min(refusals)]
-    return [], (failure_message(first.phase, sorted(refusals), first.reason),)
+def _of_engine_ranks(request: PlanRequest, work: Callable[[int], T]) -> Iterator[tuple[int, T]]:
+    """Yields each engine rank with the result of `work`, from a fork, as they end. Reports each that is done."""
+    ranks, seconds = range(request.target.engine_ranks), request.deadline_seconds
+    for found in run_in_forks(work, ranks, processes=request.processes, deadline_seconds=seconds):
+        worker_process.report({"done": 1})
+        yield found
 
 
-def _costs(request: PlanRequest, topology: ClusterTopology) -> Costs:
-    """Returns the constants of the cost model, with the given link speeds."""
-    costs = usual_costs(topology)
-    local, network = request.links
-    return replace(costs, local_bytes_s=local or costs.local_bytes_s, network_bytes_s=network or costs.network_bytes_s)
+def _engine_ranks(request: PlanRequest, index: TensorIndex) -> list[RankModel] | str:
+    """Returns all engine ranks in order, or the error message that the trainer would get."""
+    models: dict[int, RankModel] = {}
+    refusals: dict[int, Refusal] = {}
+    for rank, found in _of_engine_ranks(request, partial(model_rank, request, index, len(os.sched_getaffinity(0)))):
+        if isinstance(found, RankModel):
+            models[rank] = found
+        elif found.phase == START:  # the others need not be tried
+            return f"{START}, engine rank {rank}: {found.reason}"
+        else:
+            refusals[rank] = found
+    if refusals:
+        first = refusals[min(refusals)]
+        return failure_message(first.phase, sorted(refusals), first.reason)
+    return [models[rank] for rank in sorted(models)]
 
 
-def _way(
-    name: str,
-    request: PlanRequest,
-    index: TensorIndex,
-    demands: Sequence[RankDemand],
-    topology: ClusterTopology,
-    costs: Costs,
-) -> Way:
+def _way(name: str, choose: Callable[[str], Strategy], seconds: Callable[[Strategy], float]) -> Way:
     try:
-        strategy = choose_strategy(name, index, demands, topology, request.bucket_bytes)
+        return Way(name, seconds(choose(name)))
     except ReshardError as error:
         return Way(name, refused=str(error))
-    return Way(name, predicted_seconds(strategy, topology, costs, demands))
-
-
-def _loads(
-    request: PlanRequest, index: TensorIndex, strategy: Strategy, outlines: Sequence[Outline], clock: _Clock
-) -> list[EngineLoad]:
-    found: dict[int, EngineLoad] = {}
-
-    def work(rank: int) -> EngineLoad:
-        return engine_load(index, strategy, rank, outlines[rank].rank_model(), request.bucket_bytes)
-
-    jobs = range(len(outlines))
-    for rank, load in run_in_forks(work, jobs, processes=request.processes, deadline_seconds=request.deadline_seconds):
-        found[rank] = load
-        clock.advance()
-    return [found[rank] for rank in jobs]
-
-
-def _sizing(
-    request: PlanRequest,
-    index: TensorIndex,
-    strategy: Strategy,
-    outlines: Sequence[Outline],
-    loads: Sequence[EngineLoad],
-) -> Sizing:
-    ranks = range(request.source.trainer_ranks)
-    sent = [sum(load.sent[rank][1].payload_bytes for load in loads if rank in load.sent) for rank in ranks]
-    engine_ranks = (
-        engine_sizing(strategy, rank, outline.read_plan, outline.rank_model().program, request.bucket_bytes)
-        for rank, outline in enumerate(outlines)
-    )
-    return Sizing(trainer_sizings(index, sent), tuple(engine_ranks))
 
 
 def _figures(
     request: PlanRequest,
     index: TensorIndex,
-    demands: Sequence[RankDemand],
+    ranks: Sequence[RankModel],
     strategy: Strategy,
     loads: Sequence[EngineLoad],
 ) -> dict[str, Any]:
-    engine_ranks = tuple(
-        EngineRank(rank, host, load.received, demand.least_bytes, load.extra, load.messages)
-        for rank, (host, demand, load) in enumerate(zip(request.engine_hosts, demands, loads, strict=True))
-    )
     held = index.layout.local_bytes()
-    trainer_ranks, link_bytes = [], []
+    trainer_ranks, link_bytes, sent_bytes = [], [], []
     for rank, host in enumerate(request.trainer_hosts):
-        sent = [load.sent[rank][1] for load in loads if rank in load.sent]
-        links = [load.sent[rank][1].payload_bytes if rank in load.sent else load.read.get(rank, 0) for load in loads]
-        messages = sum(load.messages for load in sent)
-        trainer_ranks.append(TrainerRank(rank, host, held[rank], sum(links), buckets_bytes(sent), messages))
-        link_bytes.append(tuple(links))
-    model_bytes = index.nbytes
+        links = [load.links.get(rank, NOTHING) for load in loads]
+        messages = sum(link.sent_messages for link in links)
+        extra = buckets_bytes((link.sent_messages, link.sent_bucket_bytes) for link in links)
+        link_bytes.append(tuple(link.payload_bytes for link in links))
+        sent_bytes.append(sum(link.payload_bytes for link in links if link.messages))
+        trainer_ranks.append(TrainerRank(rank, host, held[rank], sum(link_bytes[-1]), extra, messages))
+    engine_ranks = [
+        EngineRank(rank, host, load.received, of.demand.least_bytes, load.extra, load.messages)
+        for rank, (host, of, load) in enumerate(zip(request.engine_hosts, ranks, loads, strict=True))
+    ]
+    needs = [
+        engine_sizing(strategy, rank, of.read_plan, of.program, request.bucket_bytes) for rank, of in enumerate(ranks)
+    ]
+    largest = max((math.prod(kind.shape) * kind.item_bytes for kind in index.classes), default=0)
     return {
         "transport": strategy.name,
         "transport_reason": strategy.reason,
-        "engine_ranks": engine_ranks,
+        "engine_ranks": tuple(engine_ranks),
         "trainer_ranks": tuple(trainer_ranks),
         "link_bytes": tuple(link_bytes),
-        "gather": Gather(model_bytes - min(held), model_bytes, largest_tensor_bytes(index)),
+        "gather": Gather(index.nbytes - min(held), index.nbytes, largest),
+        "sizing": Sizing(trainer_sizings(index, sent_bytes), tuple(needs)),
         "messages": sum(load.messages for load in loads),
         "communicators": tuple(
             Communicator(sum(peer < len(held) for peer in group), sum(peer >= len(held) for peer in group))

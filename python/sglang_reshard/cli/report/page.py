@@ -7,7 +7,8 @@ from html import escape
 
 from sglang_reshard.cli.report import drawing
 from sglang_reshard.cli.report.timeline import spans
-from sglang_reshard.observability.report import RankReport, UpdateReport, format_bytes
+from sglang_reshard.observability.report import RankReport, UpdateReport, format_bytes, overview
+from sglang_reshard.shown_names import some_names
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1d2733; --faint: #5c6b7a; --line: #d5dce3; --back: #fff; --cell: #0b62c4; }
@@ -49,25 +50,13 @@ def page(report: UpdateReport) -> str:
 
 
 def _overview(report: UpdateReport) -> list[tuple[str, str]]:
-    verified = f"{report.verified}, digest {report.digest}" if report.digest else report.verified
     rows = [
         ("outcome", "all engine ranks have the weights" if report.success else "failed"),
-        ("transport", report.transport),
-        ("why", report.transport_reason),
-        ("verified", verified),
-        ("received", f"{format_bytes(report.received_bytes)} by {len(report.engine_ranks)} engine ranks"),
         ("seconds", f"{report.seconds.get('total', 0.0):.4f}"),
-        ("rate", f"{format_bytes(report.bytes_per_second)}/s during the slowest rank's move"),
-        ("bucket", format_bytes(report.bucket_bytes)),
+        *overview(report),
     ]
-    if report.changed_share is not None:
-        rows.append(("changed", f"{report.changed_share:.2%} of the elements; only these were sent"))
     if report.kept:
-        rows.append(("kept", f"{len(report.kept)} parameters: {', '.join(report.kept[:8])}"))
-    if report.probe is not None:
-        rows.append(("probe", report.probe.line()))
-    if report.message:
-        rows.append(("note", report.message))
+        rows.append(("kept", f"{len(report.kept)} parameters: {some_names(report.kept)}"))
     return rows
 
 

@@ -24,7 +24,6 @@ from sglang_reshard.trace.names_read import NamesRead
 
 _ROUNDS = 8  # in which names lose their wrappers; each runs the loader once
 _PLACES_TRIED = 32  # for all parts of a model together; each runs the loader once
-_SHOWN_NAMES = 3
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -62,7 +61,7 @@ def find_names(layout: str, given: Sequence[str], ignore: Sequence[str], probe: 
 def _remark(given: Sequence[str], names: Sequence[str]) -> str:
     pairs = zip(given, names, strict=True)
     changed = [f"{old} is read as {new}" for old, new in pairs if new not in (old, held_back(old))]
-    return some_names(changed, _SHOWN_NAMES) if changed else ""
+    return some_names(changed) if changed else ""
 
 
 def reading(found: NamesRead, names: Sequence[str]) -> Reading:

@@ -40,8 +40,6 @@ from sglang_reshard.shown_names import some_names
 if TYPE_CHECKING:  # as everywhere in routes
     from sglang_reshard.trace.program import Program
 
-_SHOWN_NAMES = 3
-
 
 class _Checked(NamedTuple):
     """The encodings of a trainer rank's messages, and the index of each."""
@@ -210,7 +208,7 @@ class DeltaTarget:
         names = [layout.tensors[tensor].name for tensor in items]
         return Mismatch(
             f"trainer rank {trainer_rank} sent engine rank {self._reads.engine_rank} a damaged delta of "
-            f"{some_names(names, _SHOWN_NAMES)}: {why}. Nothing of it was written; repeat the update, which "
+            f"{some_names(names)}: {why}. Nothing of it was written; repeat the update, which "
             f"sends all weights. If it happens again, suspect the memory or the network of trainer rank {trainer_rank}"
         )
 

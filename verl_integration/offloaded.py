@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-class HostCopies:
+class OffloadedParameters:
     """The host copies that verl keeps of Megatron's flat buffers of parameters.
 
     Parameters are views of a flat buffer. verl offloads it by freeing the buffer's storage, which leaves the parameters
