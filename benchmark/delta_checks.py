@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from benchmark import pages, results
-from sglang_reshard.delta.checks import is_sound, verdicts
-from sglang_reshard.delta.encoding import apply, encode, index_room
+from sglang_reshard.routes.delta.checks import is_sound, verdicts
+from sglang_reshard.routes.delta.encoding import apply, encode, index_room
 
 RESULT = results.FOLDER / "delta-checks.json"
 MIB, REPEATS = 32, 15

@@ -150,7 +150,7 @@ def page() -> str:
 _MESSAGES = f"""\
 `transport` is `"auto"` or one of {", ".join(f'`"{name}"`' for name in ROUTES)}. JSON has integer keys of an object as
 strings. Descriptions are those of the Python classes, where `null` is None. Where one names a module
-(`digest.whole_model`), it is in `python/sglang_reshard`."""
+(`landings.checked.whole_model`), it is in `python/sglang_reshard`."""
 
 
 def _overview() -> str:

@@ -8,11 +8,11 @@ from msgspec.structs import replace
 
 from oracle.replay import replay
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, TornWeights, Unsupported
+from sglang_reshard.landings.checked.whole_model import with_kept
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.kept import MayStay
 from sglang_reshard.trace.tracer import trace

@@ -26,8 +26,6 @@ LAYERS = (
     ("routes",),
     ("landings",),
     ("protocol",),
-    ("delta",),
-    ("digest",),
     ("memory", "copying"),
     ("plan", "derived"),
     ("sources", "trace"),

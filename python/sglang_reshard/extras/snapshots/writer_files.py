@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from sglang_reshard.copying.copy_list import CopyList
-from sglang_reshard.digest.checksum import RegionBatch, RegionSpec
-from sglang_reshard.digest.selection import Selection
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.extras.snapshots.delta_file import write_delta
 from sglang_reshard.extras.snapshots.manifest import DELTA, SUM_DIGITS, SnapshotFile, sha256_of
 from sglang_reshard.extras.snapshots.tensor_files import INDEX, METADATA, MOST_TENSORS
 from sglang_reshard.extras.snapshots.writer_folder import to_disk
+from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
+from sglang_reshard.landings.checked.selection import Selection
 from sglang_reshard.layout.checkpoint_headers import DTYPES
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
@@ -121,7 +121,7 @@ class SnapshotFiles:
         return SnapshotFile(file.nbytes, sha256_of(path), delta_bytes, table, sums)
 
     def _sums(self, file: _File, path: Path) -> list[int]:
-        """Returns the checksum of each tensor of a file, in the order of their bytes, see `digest`."""
+        """Returns the checksum of each tensor of a file, in the order of their bytes, see `landings.checked`."""
         mapped, batch = torch.from_file(str(path), size=file.nbytes, dtype=torch.uint8), RegionBatch()
         for row, (name, at) in enumerate(file.offsets.items()):
             spec = RegionSpec.whole(self.shapes[name], _item_bytes(self.dtypes[name]))
