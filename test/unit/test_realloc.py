@@ -6,7 +6,6 @@ import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.extras.realloc.demand import (
-    NAMES,
     Demand,
     check_all_listed,
     listed_bits,
@@ -62,11 +61,11 @@ def test_a_rank_without_a_target_needs_nothing():
 
 
 def test_source_tensors_that_no_target_has_are_named_with_a_few_others():
-    index = index_of(*((f"t{i:02}", torch.zeros(1)) for i in range(NAMES + 3)))
+    index = index_of(*((f"t{i:02}", torch.zeros(1)) for i in range(11)))
     programs = [target_program(index, state((name, torch.zeros(1))), RANK, strict=True) for name in ("t00", "t01")]
     demands = [Demand(listed_bits(index, program), {}, {}) for program in programs]
     with pytest.raises(
-        Mismatch, match=r"has 9 tensors that are in no trainer rank's target: t02, .*, t09, \.\.\.\. Pass"
+        Mismatch, match=r"has 9 tensors that are in no trainer rank's target: t02, .*, t09 and 1 more\. Pass"
     ):
         check_all_listed(index, demands)
 

@@ -16,11 +16,12 @@ from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import LocalRegion, Region
 from sglang_reshard.plan import RankLocation, ReadPlan, TensorIndex, plan_reads
 from sglang_reshard.routes.wire.overlap import Written, written_once
+from sglang_reshard.shown_names import some_names
 from sglang_reshard.sources import SourceTensor, TrainerState
 from sglang_reshard.trace.casts import check_cast
 from sglang_reshard.trace.program import Copy, Program
 
-NAMES = 8  # that an error lists
+_NAMES = 8  # that an error lists
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -74,7 +75,8 @@ def target_program(
     if strict and lacking:
         raise Mismatch(
             f"trainer rank {rank}: the target has {len(lacking)} tensors that are in no trainer rank's source: "
-            f"{first_names(lacking)}. Pass them in the source as well, or pass strict=False to leave them unchanged"
+            f"{some_names(lacking, _NAMES)}. Pass them in the source as well, or pass strict=False to leave them "
+            "unchanged"
         )
     written = [Written.within(c.target, targets[c.target], c.offset, c.region.count, c.strides) for c in copies]
     kept = written_once(written, tied, f"trainer rank {rank}: ")
@@ -128,8 +130,8 @@ def check_all_listed(index: TensorIndex, demands: Sequence[Demand]) -> None:
     listed = np.unpackbits(np.bitwise_or.reduce(rows), count=len(index.layout.tensors)).astype(bool)
     if lacking := [index.layout.tensors[i].name for i in np.flatnonzero(~listed).tolist()]:
         raise Mismatch(
-            f"the source has {len(lacking)} tensors that are in no trainer rank's target: {first_names(lacking)}. Pass "
-            "them in the target as well, or pass strict=False to leave them out"
+            f"the source has {len(lacking)} tensors that are in no trainer rank's target: "
+            f"{some_names(lacking, _NAMES)}. Pass them in the target as well, or pass strict=False to leave them out"
         )
 
 
@@ -140,7 +142,3 @@ def sent_matrix(demands: Sequence[Demand]) -> np.ndarray:
         for peer, nbytes in demand.sent_bytes.items():
             found[peer, rank] = nbytes
     return found
-
-
-def first_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMES]) + (", ..." if len(names) > NAMES else "")
