@@ -14,8 +14,8 @@ import torch
 
 from benchmark import pages
 from benchmark.results import Row
-from sglang_reshard.delta.checks import is_sound, verdicts
-from sglang_reshard.delta.encoding import apply, encode, index_room
+from sglang_reshard.routes.delta.checks import is_sound, verdicts
+from sglang_reshard.routes.delta.encoding import apply, encode, index_room
 
 MIB, REPEATS = 32, 15
 SHARES = (0.001, 0.01, 0.05, 0.2)

@@ -19,10 +19,10 @@ import torch
 
 from benchmark import deepseek_v3, pages, results
 from benchmark.results import Row
-from sglang_reshard.digest.regions import RegionSet
-from sglang_reshard.digest.selection import Selection
-from sglang_reshard.digest.source import SourceChecksums
-from sglang_reshard.digest.target import TargetChecksums
+from sglang_reshard.landings.checked.regions import RegionSet
+from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.source import SourceChecksums
+from sglang_reshard.landings.checked.target import TargetChecksums
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
 from sglang_reshard.plan import TensorIndex

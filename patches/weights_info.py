@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from sglang_reshard.digest.whole_model import with_versions
 from sglang_reshard.errors import EngineRefused
+from sglang_reshard.landings.checked.whole_model import with_versions
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import sglang_versions, stock_weights, torn_weights
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq

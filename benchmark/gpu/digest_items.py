@@ -10,9 +10,9 @@ from benchmark.gpu.copy_items import values
 from benchmark.gpu.item import Bench, Item
 from benchmark.gpu.place import DEVICE, free_bytes, room, seconds_of
 from benchmark.gpu.rate_items import GOAL, judge
-from sglang_reshard.digest.checksum import RegionBatch, RegionSpec
-from sglang_reshard.digest.kernel_sums import can_compile
-from sglang_reshard.digest.selection import Selection
+from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
+from sglang_reshard.landings.checked.kernel_sums import can_compile
+from sglang_reshard.landings.checked.selection import Selection
 from sglang_reshard.layout.regions import ITEM_BYTES, Box, Region
 
 _VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -25,8 +25,6 @@ import torch
 
 from fuzz.delta_mutations import Described, Shape, damage, described, places
 from fuzz.guard_pages import GuardingTorch
-from sglang_reshard.delta import encoding
-from sglang_reshard.delta.encoding import UNITS, encode, index_room
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.snapshots import delta_file
 from sglang_reshard.landings.base import Landing
@@ -34,7 +32,9 @@ from sglang_reshard.landings.converting import converting
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.routes.base import Reads
+from sglang_reshard.routes.delta import encoding
 from sglang_reshard.routes.delta import target as target_module
+from sglang_reshard.routes.delta.encoding import UNITS, encode, index_room
 from sglang_reshard.routes.delta.incoming import P2pReceives
 from sglang_reshard.routes.delta.messages import table_bytes, values_begin
 from sglang_reshard.routes.delta.offer import DeltaOffer
@@ -95,11 +95,11 @@ class Sections:
         index = TensorIndex.of(layout)
         plan = plan_reads(index, copies, RankLocation(0, 1, "engine", ("trainer",)))
         reads = Reads(0, CPU, index, plan, converting(Landing(program), CPU, model.round_bytes), {})
-        self.target = DeltaTarget(reads, program, {0: model.round_bytes}, P2pReceives(None))
+        self.target = DeltaTarget(reads, program, {0: model.round_bytes}, P2pReceives(None, reads, {}))
         self.target._incoming = self  # type: ignore[assignment]
         self._kept = len(self._torch.used)
         self.messages = self.target._written[0]
-        units = tuple(self.messages.units(n) for n in range(len(self.messages)))
+        units = tuple(self.messages.units)
         self.shape = Shape(units, self.messages.unit_bytes, 8)
         request = send_request(plan, 0, kept_dtypes(layout, plan, program, 0))
         generator = np.random.default_rng(seed)

@@ -5,10 +5,10 @@ import numpy as np
 from fuzz.arbitrary import changed, value_of
 from fuzz.settings import fuzzed
 from fuzz.states import copies_of, layout_of, shards_of, whole_of
-from sglang_reshard.digest.regions import RegionKind, RegionSet, num_groups
-from sglang_reshard.digest.selection import Selection
-from sglang_reshard.digest.source import SourceChecksums
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.landings.checked.regions import RegionKind, RegionSet, num_groups
+from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.source import SourceChecksums
 from sglang_reshard.layout.content_addressed import pack_blob, unpack_blob
 
 LIVE = ("float32", "bfloat16")

@@ -22,11 +22,11 @@ import torch
 from sglang_reshard.copying import copy_list as copies
 from sglang_reshard.copying import kernel_copies
 from sglang_reshard.copying.copy_table import CASTS, Launch, Pair, TileKind, launches_of
-from sglang_reshard.digest import checksum, kernel_sums
 from sglang_reshard.gpu.runtime import CudaRuntime
+from sglang_reshard.landings.checked import checksum, kernel_sums
 
 _KERNEL = "sglang_reshard.copying.copy_kernel"
-_KERNELS = (_KERNEL, "sglang_reshard.digest.checksum_kernel")  # which uses the other
+_KERNELS = (_KERNEL, "sglang_reshard.landings.checked.checksum_kernel")  # which uses the other
 
 
 class InterpretedGpu(CudaRuntime):
@@ -192,7 +192,7 @@ def checksum_ptx_of(capability: int, source: str, target: str, *constants: Any) 
     """Compiles the kernel of checksums, with these constants, for GPUs of this compute capability."""
     import triton.language as tl
 
-    from sglang_reshard.digest import checksum_kernel as kernel
+    from sglang_reshard.landings.checked import checksum_kernel as kernel
 
     constants = (getattr(tl, source), getattr(tl, target), *constants)
     return ptx_of_kernel(kernel.sum_tiles, constants, kernel.WARPS, capability)

@@ -50,7 +50,7 @@ with tempfile.TemporaryDirectory() as folder:
 print("\\n".join(name for name in sys.modules if name.startswith("sglang_reshard.")))
 """
 CAPABILITIES = (
-    "engine.names", "extras", "trainer.tied_heads", "cli", "digest", "delta",
+    "engine.names", "extras", "trainer.tied_heads", "cli",
     *(f"derived.{name}" for name in ("search", "laziness", "in_place")),
     *(f"landings.{name}" for name in ("checked", "converting", "shadow")),
     *(f"routes.{name}" for name in ("broadcast", "delta", "disk", "nixl", "p2p", "relay")),

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.digest import checksum, kernel_sums, selection
-from sglang_reshard.digest.checksum import RegionBatch, RegionSpec
-from sglang_reshard.digest.selection import Selection
+from sglang_reshard.landings.checked import checksum, kernel_sums, selection
+from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
+from sglang_reshard.landings.checked.selection import Selection
 from support import copy_tables
 from support.copy_tables import InterpretedGpu, interpreted
 from support.sweep import examples
@@ -130,7 +130,9 @@ def test_a_host_without_a_compiler_sums_by_torch_and_says_so_once(caplog):
     whole = random_bytes((9, 8), torch.bfloat16)
     expected = checksum_of(whole, whole.shape, whole_region(whole.shape))
     failing = mock.patch.object(
-        copy_tables.interpreted_kernel("sglang_reshard.digest.checksum_kernel"), "launch", side_effect=OSError("no cc")
+        copy_tables.interpreted_kernel("sglang_reshard.landings.checked.checksum_kernel"),
+        "launch",
+        side_effect=OSError("no cc"),
     )
     with interpreted(), failing, caplog.at_level(logging.WARNING):
         assert [checksum_of(whole, whole.shape, whole_region(whole.shape)) for _ in range(2)] == [expected] * 2

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.delta.encoding import Index, Kind
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.routes.delta.encoding import Index, Kind
 from sglang_reshard.routes.delta.messages import table_bytes
 from sglang_reshard.routes.delta.source import DeltaSource
 from support.sweep import sweep
@@ -28,7 +28,7 @@ def spoil(source: DeltaSource, what: str) -> None:
     """Damages the encoded messages, in the memory that they are sent from."""
     begin = table_bytes(len(source._messages))
     for number, encoded in enumerate(source._encoded):
-        units = source._messages.units(number)
+        units = source._messages.units[number]
         end = begin + encoded.index_bytes(units)
         counts, positions, bits = Index.of(encoded, units, source.section[begin:end])
         if what == "kind":

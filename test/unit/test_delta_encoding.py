@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_reshard.delta import encoding
-from sglang_reshard.delta.base_checksum import ROW_WORDS, message_checksum
-from sglang_reshard.delta.checks import is_sound, unfit_reason, verdicts
-from sglang_reshard.delta.encoding import BLOCK, UNITS, Kind, apply, cut_pieces, encode, index_room
+from sglang_reshard.routes.delta import encoding
+from sglang_reshard.routes.delta.base_checksum import ROW_WORDS, message_checksum
+from sglang_reshard.routes.delta.checks import is_sound, unfit_reason, verdicts
+from sglang_reshard.routes.delta.encoding import BLOCK, UNITS, Kind, apply, cut_pieces, encode, index_room
 
 SIZES = [1, 2, 3, 7, 8, 9, 64, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5]
 

@@ -11,11 +11,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.digest import checksum, coefficients, selection
-from sglang_reshard.digest.checksum import RegionBatch, RegionSpec
-from sglang_reshard.digest.selection import Selection
-from sglang_reshard.digest.source import SourceChecksums
-from sglang_reshard.digest.target import TargetChecksums
+from sglang_reshard.landings.checked import checksum, coefficients, selection
+from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
+from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.source import SourceChecksums
+from sglang_reshard.landings.checked.target import TargetChecksums
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.trace.program import Program

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_reshard.digest import regions
-from sglang_reshard.digest.checksum import RegionBatch
-from sglang_reshard.digest.regions import MAX_GROUPS, RegionKind, RegionSet
-from sglang_reshard.digest.selection import Selection
-from sglang_reshard.digest.source import SourceChecksums
-from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.landings.checked import regions
+from sglang_reshard.landings.checked.checksum import RegionBatch
+from sglang_reshard.landings.checked.regions import MAX_GROUPS, RegionKind, RegionSet
+from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.source import SourceChecksums
+from sglang_reshard.landings.checked.target import TargetChecksums
 from sglang_reshard.layout.content_addressed import pack_blob
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import TensorIndex

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_reshard.digest import whole_model
-from sglang_reshard.digest.selection import Selection
-from sglang_reshard.digest.source import SourceChecksums
-from sglang_reshard.digest.target import TargetChecksums
+from sglang_reshard.landings.checked import whole_model
+from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.source import SourceChecksums
+from sglang_reshard.landings.checked.target import TargetChecksums
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.sources import SourceLayout

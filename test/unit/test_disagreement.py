@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.digest.selection import Selection
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.landings.checked.disagreement import disagreement
 from sglang_reshard.landings.checked.messages import CHANGED_UNDER_WAY
+from sglang_reshard.landings.checked.selection import Selection
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.sources import ExplicitSharding, ShardMap, describe
 from support.toy import ToyRank, checkpoint

@@ -7,11 +7,11 @@ import torch
 from msgspec.structs import replace
 
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, TornWeights, Unsupported
+from sglang_reshard.landings.checked.whole_model import with_kept
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.may_stay import MayStay
 from sglang_reshard.trace.tracer import trace

@@ -27,8 +27,6 @@ LAYERS = (
     ("routes",),
     ("landings",),
     ("protocol",),
-    ("delta",),
-    ("digest",),
     ("memory", "copying"),
     ("plan", "derived"),
     ("sources", "trace"),
@@ -106,11 +104,11 @@ def test_packages_import_downwards_only():
 UNKNOWN = {
     "api": ("extras.snapshots", "extras.modules", "routes.nixl", "routes.delta"),
     "engine": (
-        "routes.nixl", "routes.relay", "routes.delta", "routes.broadcast", "routes.p2p", "delta", "digest", "extras",
+        "routes.nixl", "routes.relay", "routes.delta", "routes.broadcast", "routes.p2p", "extras",
         "landings.checked", "landings.converting", "landings.shadow", "derived.search", "sources",
     ),
-    "trainer": ("routes.nixl", "routes.relay", "routes.delta", "delta", "digest", "extras", "landings.checked"),
-    "protocol": ("routes", "landings", "delta", "digest", "plan", "trace"),
+    "trainer": ("routes.nixl", "routes.relay", "routes.delta", "extras", "landings.checked"),
+    "protocol": ("routes", "landings", "plan", "trace"),
     "plan": ("sources", "trace", "protocol"),
     "landings.base": ("landings.checked", "landings.converting", "landings.shadow"),
     "landings.choice": ("landings.checked", "landings.converting", "landings.shadow"),

@@ -161,8 +161,8 @@ def test_files_are_aligned_and_no_larger_than_asked() -> None:
     named = {f"w{n}": torch.zeros(n, dtype=d) for n, d in enumerate((torch.int8, torch.float64, torch.bfloat16) * 5)}
     layout: SourceLayout = describe(named.items(), trainer_rank=0, global_ranks=(0,)).layout
     files = SnapshotFiles.of(layout, None, 100)
-    assert sorted(name for file in files.files for name in file.offsets) == sorted(named)
+    assert sorted(spec.name for file in files.files for spec, _ in file.tensors) == sorted(named)
     for file in files.files:
         assert len(file.header) % 8 == 0
-        assert file.nbytes - len(file.header) <= 100 or len(file.offsets) == 1
-        assert all(at % named[name].element_size() == 0 for name, at in file.offsets.items())
+        assert file.nbytes - len(file.header) <= 100 or len(file.tensors) == 1
+        assert all(at % spec.item_bytes == 0 for spec, at in file.tensors)

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from sglang_reshard.cli import follow
-from sglang_reshard.delta.encoding import Kind
 from sglang_reshard.errors import EngineUnreachable, Mismatch
 from sglang_reshard.extras.snapshots import cache as cache_module
 from sglang_reshard.extras.snapshots import follower as follower_module
@@ -25,6 +24,7 @@ from sglang_reshard.extras.snapshots.delta_file import CHUNK_BYTES, apply_delta,
 from sglang_reshard.extras.snapshots.folders import LocalFolder, manifest
 from sglang_reshard.extras.snapshots.follower import SnapshotFollower
 from sglang_reshard.extras.snapshots.manifest import Entry
+from sglang_reshard.routes.delta.encoding import Kind
 from support.following import Server
 from support.snapshot_writer import weights, write
 

@@ -239,7 +239,7 @@ class MultiEngineSender(InBackground):
     def close(self) -> None:
         """Ends the session. Collective."""
         if self._has_background:
-            self.background.close()
+            self.background.release()
         if self._sender is not None:
             self._sender.close()
         if self._relays is not None and self._rank == 0:

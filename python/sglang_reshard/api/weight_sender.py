@@ -246,7 +246,7 @@ class WeightSender(InBackground, UpdateSender):
     def close(self) -> None:
         """Ends the session, and those of its LoRA adapters. Collective. Engine ranks unmap the shards' memory."""
         if self._has_background:
-            self.background.close()
+            self.background.release()
         for adapter in self._adapters.values():
             adapter.close()
         super().close()

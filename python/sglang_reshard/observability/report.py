@@ -140,7 +140,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
 
     verified  how the received weights were compared with the trainer's: "off", "sample" or "full"
     delta     only changed elements were sent
-    digest    of all weights, the same for any layout and size of either side (`digest.whole_model`); empty
+    digest    of all weights, the same for any layout and size of either side (`landings.checked.whole_model`); empty
               unless verified == "full"
     message   a note to the trainer, such as names that the engine does not use
     kept      names of the engine's parameters, and of parts, that were not sent and keep their values: `frozen`

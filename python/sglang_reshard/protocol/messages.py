@@ -259,7 +259,7 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     under_way     between the engine's processes only: the step that was asked about is still running
     transport     that moved the weights; empty if none was chosen
     transport_reason   why this one
-    digest        of all weights, see `digest.whole_model`; empty unless verify="full" compared them
+    digest        of all weights, see `landings.checked.whole_model`; empty unless verify="full" compared them
     tensors       number of tensors in the source layout
     source_bytes  bytes of these
     ranks         a report of each engine rank

@@ -33,7 +33,7 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     missing          why no request is served; empty unless the engine started on dummy weights, or released its
                      weights, and nothing has brought any since
     under_way        True while an update is running
-    digest           of all weights, see `digest.whole_model`: equal for equal weights, independent of the
+    digest           of all weights, see `landings.checked.whole_model`: equal for equal weights, independent of the
                      parallelism of trainer and engine. Empty unless the update had verify="full"
     verified         how the update was verified: "off", "sample" or "full"
     session, update  the session's name (not its key), and the number of the update in it

@@ -6,12 +6,11 @@ The handle raises a failure, or else the next call does.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -25,13 +24,6 @@ from sglang_reshard.trainer.update_sender import UpdateSender, raising
 
 T = TypeVar("T")
 _GO, _SKIP = b"go", b"skip"
-
-
-def _run(run: Callable[[Any], T], weights: Any, trainer_ranks: int) -> T:
-    report = run(weights)
-    if trainer_ranks > 1:
-        warn_of_concurrent_use("the trainer computes")
-    return report
 
 
 class UpdateHandle(Generic[T]):
@@ -133,7 +125,13 @@ class BackgroundUpdates(Generic[T]):
         except Exception as error:
             weights = raising(error)  # so that the other ranks hear of it
         copied_s = time.perf_counter() - began - waited_s
-        job = functools.partial(_run, run, weights, len(sender.ranks[1]))
+
+        def job() -> T:
+            report = run(weights)
+            if len(sender.ranks[1]) > 1:
+                warn_of_concurrent_use("the trainer computes")
+            return report
+
         future = tasks.start("background update", job, daemon=False)
         self._last = handle = UpdateHandle(options.weight_version, future, sender.cancel_update)
         handle.waited_s, handle.copied_s = waited_s, copied_s
@@ -155,9 +153,6 @@ class BackgroundUpdates(Generic[T]):
         self.wait()
         if self._shadow is not None:
             self._shadow.release()
-
-    def close(self) -> None:
-        self.release()
 
     def _may_go(self, sender: UpdateSender) -> bool:
         """Returns whether no update is running, as trainer rank 0 sees it: the ranks have to agree."""

@@ -33,25 +33,18 @@ def differences(ours: torch.Tensor, theirs: torch.Tensor) -> Differences:
     return Differences(float(found.mean()), float(found[largest_at]), largest_at, found.numel())
 
 
-def compare(trainer: ByToken, engine: Sequence[ByToken]) -> Differences:
-    """Compares the trainer's numbers with those of each data parallel rank of an engine, one rank after the other."""
-    ours = _flat(trainer)
-    theirs = torch.cat([_flat(rank) for rank in engine])
-    return differences(ours.repeat(len(engine)), theirs)
+def compare(
+    sequences: Sequence[Sequence[int]], trainer: ByToken, engine: Sequence[ByToken]
+) -> tuple[Differences, ProbedToken]:
+    """Compares the trainer's numbers with those of each data parallel rank of an engine.
 
-
-def probed_token(
-    sequences: Sequence[Sequence[int]], trainer: ByToken, engine: Sequence[ByToken], index: int
-) -> ProbedToken:
-    """Returns the token to which a difference of `compare` belongs."""
-    rank, left = divmod(index, sum(map(len, trainer)))
-    for sequence, logprobs in enumerate(trainer):
-        if left < len(logprobs):
-            theirs = engine[rank][sequence][left]
-            return ProbedToken(sequence, left + 1, sequences[sequence][left + 1], rank, logprobs[left], theirs)
-        left -= len(logprobs)
-    raise IndexError(index)
-
-
-def _flat(logprobs: ByToken) -> torch.Tensor:
-    return torch.tensor([value for of_sequence in logprobs for value in of_sequence], dtype=torch.float64)
+    Returns the token with the largest difference, too.
+    """
+    tokens = [
+        ProbedToken(number, position, token, rank, ours[position - 1], of_rank[number][position - 1])
+        for rank, of_rank in enumerate(engine)
+        for number, (sequence, ours) in enumerate(zip(sequences, trainer, strict=True))
+        for position, token in enumerate(sequence[1:], start=1)
+    ]
+    found = differences(*torch.tensor([(t.trainer, t.engine) for t in tokens], dtype=torch.float64).T)
+    return found, tokens[found.largest_at]

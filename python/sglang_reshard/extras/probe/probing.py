@@ -11,7 +11,7 @@ import msgspec
 
 from sglang_reshard import tasks
 from sglang_reshard.errors import DeadlineExceeded, ProbeMismatch, ReshardError
-from sglang_reshard.extras.probe.comparison import compare, probed_token
+from sglang_reshard.extras.probe.comparison import compare
 from sglang_reshard.extras.probe.engine import Expected, NotProbed, ProbedEngine
 from sglang_reshard.extras.probe.probe import Probe
 from sglang_reshard.extras.probe.trainer import trainer_logprobs
@@ -110,7 +110,7 @@ class Probing:
         except NotProbed as error:
             seconds = self._trainer_seconds + time.perf_counter() - began
             return ProbeReport(version, str(error), trainer_seconds=self._trainer_seconds, seconds=seconds)
-        found = compare(self._trainer, engine)
+        found, worst = compare(sequences, self._trainer, engine)
         engine_seconds = time.perf_counter() - began
         return ProbeReport(
             weight_version=version,
@@ -120,7 +120,7 @@ class Probing:
             tokens=found.tokens,
             mean_difference=found.mean,
             largest_difference=found.largest,
-            worst=probed_token(sequences, self._trainer, engine, found.largest_at),
+            worst=worst,
             mean_threshold=self._probe.mean_threshold,
             largest_threshold=self._probe.largest_threshold,
             trainer_seconds=self._trainer_seconds,

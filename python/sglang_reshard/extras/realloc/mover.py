@@ -3,8 +3,7 @@
 Every rank may send and receive. Both ends of a link cut its stream into the same messages (`routes.p2p.messages`), one
 per round, and the messages of a rank's round, in both directions, are one batch: NCCL runs them as one group, within
 which no order can deadlock. All ranks go through the rounds in ascending order, so of all messages that have not
-arrived, those of the lowest round have been started by both ends, or will be without waiting for another. Two buckets
-alternate on either side: while the messages of one are in transit, the other is packed and unpacked.
+arrived, those of the lowest round have been started by both ends, or will be without waiting for another.
 """
 
 from __future__ import annotations
@@ -17,16 +16,22 @@ import torch.distributed as dist
 
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import DeadlineExceeded
-from sglang_reshard.routes.p2p.links import BUCKETS, Round
+from sglang_reshard.routes.p2p.links import Round
+from sglang_reshard.routes.wire.rounds import run_rounds
 
 _TAG = 0x2E5A  # gloo keeps these messages apart from others between the same ranks
 
 
-class _Operation(NamedTuple):
-    """A message in transit. `peers` describes it: NCCL has one operation for all messages of a round."""
+class _Transit(NamedTuple):
+    """Messages in transit, each with what an error calls it. NCCL has one operation for all messages of a round."""
 
-    work: dist.Work
-    peers: str
+    rank: int
+    works: list[tuple[dist.Work, str]]
+
+    def wait(self) -> None:
+        for work, peers in self.works:
+            with _named_errors(self.rank, peers):
+                work.wait()
 
 
 class Mover:
@@ -38,9 +43,9 @@ class Mover:
 
     def __init__(self, group: dist.ProcessGroup, sends: list[Round], receives: list[Round], local: CopyList) -> None:
         self._group, self._sends, self._receives, self._local = group, sends, receives, local
-        self._count = max(len(sends), len(receives))
+        self._rank = dist.get_rank(group)
         # Of each round, with what an error calls them.
-        self._operations = [self._batch(number) for number in range(self._count)]
+        self._operations = [self._batch(number) for number in range(max(len(sends), len(receives)))]
 
     def run(self) -> None:
         """Collective. On GPUs it returns when all is enqueued on the current stream, as torch's collectives do.
@@ -48,12 +53,7 @@ class Mover:
         Raises DeadlineExceeded, naming the ranks, if a message does not pass within the group's timeout or a connection
         breaks.
         """
-        pending = [self._start(number) for number in range(min(BUCKETS, self._count))]
-        self._local.run()
-        for number in range(self._count):
-            self._finish(number, pending.pop(0))
-            if number + BUCKETS < self._count:
-                pending.append(self._start(number + BUCKETS))  # through the buckets that are free now
+        run_rounds(len(self._operations), self._start, self._unpack, self._local.run)
 
     def _batch(self, number: int) -> list[tuple[dist.P2POp, str]]:
         found = []
@@ -63,32 +63,28 @@ class Mover:
                 found.append((operation, f"{verb} trainer rank {peer}"))
         return found
 
-    def _start(self, number: int) -> list[_Operation]:
+    def _start(self, number: int) -> _Transit:
         if number < len(self._sends):
             self._sends[number][1].run()
         batch = self._operations[number]
-        if not batch:
-            return []
         names = [name for _, name in batch]
-        with self._named_errors(", ".join(names)):
-            works = dist.batch_isend_irecv([operation for operation, _ in batch])
+        with _named_errors(self._rank, ", ".join(names)):
+            works = dist.batch_isend_irecv([operation for operation, _ in batch]) if batch else []
         if len(works) != len(batch):
             names = [", ".join(names)] * len(works)
-        return [_Operation(work, name) for work, name in zip(works, names, strict=True)]
+        return _Transit(self._rank, list(zip(works, names, strict=True)))
 
-    def _finish(self, number: int, operations: list[_Operation]) -> None:
-        for work, peers in operations:
-            with self._named_errors(peers):
-                work.wait()
+    def _unpack(self, number: int) -> None:
         if number < len(self._receives):
             self._receives[number][1].run()
 
-    @contextlib.contextmanager
-    def _named_errors(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise DeadlineExceeded(
-                f"trainer rank {dist.get_rank(self._group)} could not {what}: that rank failed, or did not arrive "
-                f"within the process group's timeout. Look at its log. The target is only partly written. ({error})"
-            ) from error
+
+@contextlib.contextmanager
+def _named_errors(rank: int, what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeadlineExceeded(
+            f"trainer rank {rank} could not {what}: that rank failed, or did not arrive within the process group's "
+            f"timeout. Look at its log. The target is only partly written. ({error})"
+        ) from error

@@ -15,7 +15,6 @@ from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.extras.realloc.demand import Demand, listed_bits, plan_target_reads, target_program
 from sglang_reshard.extras.realloc.memory import UsedMemory, check_not_overwritten, held_regions, same_memory
 from sglang_reshard.extras.realloc.mover import Mover
-from sglang_reshard.extras.realloc.ties import SourceTies
 from sglang_reshard.gpu.announce import trainer_device
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.content_addressed import pack_blob
@@ -103,11 +102,10 @@ class RankPlan:
         self, layout: SourceLayout, listing: Listing, rank: int, told: Sequence[Described], *, strict: bool
     ) -> None:
         self.index = TensorIndex.of(layout)
-        self._tied = SourceTies(self.index, [other.tied for other in told])
         self.requests: dict[int, SendRequest] = {}
         self.packed_requests: dict[int, bytes] = {}
         self._listing, self._rank, self._strict = listing, rank, strict
-        self._hosts = [other.host for other in told]
+        self._hosts, self._ties = [other.host for other in told], [other.tied for other in told]
         self._program: Program
         self._reads: ReadPlan
 
@@ -164,6 +162,14 @@ class RankPlan:
             copied_bytes=sum(nbytes for _, _, nbytes in copied),
             extra_bytes=send_bytes + receive_bytes + local.table_bytes,
         )
+
+    def _tied(self, a: str, b: str) -> bool:
+        """Returns whether two names are one tensor in the source: on every rank that holds elements of either."""
+        holders: set[int] = set()
+        for name in (a, b):
+            shard_map = self.index.tensor_class(self.index.index_of[name]).shard_map
+            holders.update(rank for shard in shard_map.shards for rank in shard.ranks)
+        return all(self._ties[rank].get(a, a) == self._ties[rank].get(b, b) for rank in holders)
 
     def _link(self, request: SendRequest, round_bytes: int, views: Sequence[tuple[torch.Tensor, ...]]) -> P2pLink:
         return P2pLink.cut(self.index.layout, request, int(round_bytes), views)

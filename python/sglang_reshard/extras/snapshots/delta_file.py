@@ -1,7 +1,7 @@
 """Writes and applies the difference of two files of equal size, as a separate file.
 
 header    JSON: unit_bytes, nbytes of either file, and of a chunk
-table     int32 [chunks, 2]: how each chunk is encoded, see `delta.encoding`
+table     int32 [chunks, 2]: how each chunk is encoded, see `routes.delta.encoding`
 payloads  the index and the values of each chunk, one after the other
 
 Files of others are read and written in chunks and not mapped: one that another process truncates is an error, and no
@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 import torch
 
-from sglang_reshard.delta.checks import is_sound, unfit_reason, verdicts
-from sglang_reshard.delta.encoding import ALIGN_BYTES, UNITS, Encoded, Kind, apply, encode, index_room
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.routes.delta.checks import is_sound, unfit_reason, verdicts
+from sglang_reshard.routes.delta.encoding import ALIGN_BYTES, UNITS, Encoded, Kind, apply, encode, index_room
 
 CHUNK_BYTES = 4 << 20
 _LENGTH_BYTES = 8

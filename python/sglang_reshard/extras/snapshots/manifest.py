@@ -42,7 +42,7 @@ class SnapshotFile(msgspec.Struct, frozen=True):
     sha256       of its content
     delta_bytes  size of the file next to it with the changes since `Snapshot.base`; None if there is none
     table, sums  of safetensors: SHA-256 of the table of tensors, and the checksum of each tensor in the order of their
-                 bytes, see `digest`. Snapshots that 0.1.0 wrote have neither
+                 bytes, see `landings.checked`. Snapshots that 0.1.0 wrote have neither
     """
 
     nbytes: _Bytes

@@ -146,7 +146,7 @@ class SnapshotWriter:
             if target is not None:
                 target.close()
         if store is not None:
-            self._upload(store, folder, Entry(options.name, publication), weights, options.keep)
+            self._upload(store, folder / options.name, Entry(options.name, publication), weights, options.keep)
         deltas = [file.delta_bytes for file in weights.values()]
         return SnapshotReport(
             str(folder / options.name),
@@ -158,38 +158,31 @@ class SnapshotWriter:
         )
 
     def _upload(
-        self, store: SnapshotStore, folder: Path, entry: Entry, weights: Mapping[str, SnapshotFile], keep: int | None
-    ) -> None:
-        """Copies a snapshot to a store; each rank copies its part of the files."""
-        written = folder / entry.name
-        with ExitStack() as stack:
-            with self._phase("turn"):
-                if self._rank == 0:
-                    stack.enter_context(store.turn(entry.name, self._timeout_s))
-            self._copy_to(store, written, entry, weights, keep)
-
-    def _copy_to(
         self, store: SnapshotStore, written: Path, entry: Entry, weights: Mapping[str, SnapshotFile], keep: int | None
     ) -> None:
-        with self._phase("upload"):
-            mine = sorted(weights)[self._rank :: len(self._global_ranks)]
-            deltas = [name + DELTA for name in mine if weights[name].delta_bytes is not None]
-            others = [p.name for p in written.iterdir() if p.name.removesuffix(DELTA) not in weights]
-            store.put(written, entry.name, [*mine, *deltas, *(others if self._rank == 0 else ())])
-        with self._phase("announce"):
-            if self._rank == 0:
-                store.publish(entry, keep)
+        """Copies a snapshot to a store; each rank copies its part of the files."""
+        with ExitStack() as turn:
+            with self._phase("turn"):
+                if self._rank == 0:
+                    turn.enter_context(store.turn(entry.name, self._timeout_s))
+            with self._phase("upload"):
+                mine = sorted(weights)[self._rank :: len(self._global_ranks)]
+                deltas = [name + DELTA for name in mine if weights[name].delta_bytes is not None]
+                others = [p.name for p in written.iterdir() if p.name.removesuffix(DELTA) not in weights]
+                store.put(written, entry.name, [*mine, *deltas, *(others if self._rank == 0 else ())])
+            with self._phase("announce"):
+                if self._rank == 0:
+                    store.publish(entry, keep)
 
     def _described(
         self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, partial: bool, rename: Renaming | None
     ) -> TrainerState:
         """Returns this rank's shards in the layout of all ranks."""
         with self._phase("describe", str) as told:
-            if isinstance(named_tensors, TrainerState):
-                state = named_tensors
-            else:
+            state = named_tensors
+            if not isinstance(state, TrainerState):
                 rank, ranks = self._rank, self._global_ranks
-                state = describe(named_tensors, trainer_rank=rank, global_ranks=ranks, partial=partial, rename=rename)
+                state = describe(state, trainer_rank=rank, global_ranks=ranks, partial=partial, rename=rename)
             told.own = self._session.put(state.layout)
         if partial:
             return state.within(Stages.of(self._session, told.of_all).layout)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from sglang_reshard.copying.copy_list import CopyList
-from sglang_reshard.digest.checksum import RegionBatch, RegionSpec
-from sglang_reshard.digest.selection import Selection
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.extras.snapshots.delta_file import write_delta
 from sglang_reshard.extras.snapshots.manifest import DELTA, SUM_DIGITS, SnapshotFile, sha256_of
 from sglang_reshard.extras.snapshots.tensor_files import INDEX, METADATA, MOST_TENSORS
 from sglang_reshard.extras.snapshots.writer_folder import to_disk
+from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
+from sglang_reshard.landings.checked.selection import Selection
 from sglang_reshard.layout.checkpoint_headers import DTYPES
+from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.routes.p2p.links import destination_view
@@ -33,12 +34,37 @@ DEFAULT_FILE_BYTES = 5 << 30
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """One file of a checkpoint. offsets: of each tensor, in bytes from the start of the file"""
+    """One file of a checkpoint.
+
+    tensors  in the order of their bytes, each with its offset from the start of the file, in bytes
+    """
 
     name: str
     header: bytes
-    offsets: dict[str, int]
+    tensors: tuple[tuple[TensorSpec, int], ...]
     nbytes: int
+
+    @classmethod
+    def of(cls, name: str, specs: Iterable[TensorSpec]) -> _File:
+        table: dict[str, object] = {METADATA: {"format": "pt"}}
+        begins, end = [], 0
+        ordered = sorted(specs, key=lambda spec: -spec.item_bytes)  # so that each one is aligned
+        for spec in ordered:
+            begins.append(end)
+            end += spec.nbytes
+            table[spec.name] = {
+                "dtype": _SAFETENSORS[spec.dtype], "shape": spec.shape, "data_offsets": [begins[-1], end]
+            }  # fmt: skip
+        text = json.dumps(table).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        tensors = tuple((spec, len(header) + begin) for spec, begin in zip(ordered, begins, strict=True))
+        return cls(name, header, tensors, len(header) + end)
+
+    def mapped(self, folder: Path, *, shared: bool = False) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """Yields each tensor, and its elements in the mapped file: 1-D. `shared`: writes to these reach the file."""
+        data = torch.from_file(str(folder / self.name), shared=shared, size=self.nbytes, dtype=torch.uint8)
+        return ((spec, data[at : at + spec.nbytes].view(getattr(torch, spec.dtype))) for spec, at in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,52 +72,31 @@ class SnapshotFiles:
     """The files of a checkpoint, the same on every rank that has the layout."""
 
     files: tuple[_File, ...]
-    dtypes: dict[str, str]
-    shapes: dict[str, tuple[int, ...]]
-    nbytes: int
 
     @classmethod
     def of(cls, layout: SourceLayout, dtype: str | None, file_bytes: int) -> SnapshotFiles:
         """`dtype`: of tensors with a floating-point dtype; None keeps each one's own."""
-        dtypes = {t.name: _written_dtype(t.name, t.dtype, dtype) for t in layout.tensors}
-        if METADATA in dtypes:
-            raise Unsupported(
-                f"a tensor cannot be named {METADATA} in safetensors; pass rename= to give it another name"
-            )
-        sizes = {t.name: math.prod(t.shape) * _item_bytes(dtypes[t.name]) for t in layout.tensors}
-        groups: list[list[str]] = [[]]
+        groups: list[list[TensorSpec]] = [[]]
         filled = 0
         for tensor in layout.tensors:
-            is_full = filled + sizes[tensor.name] > file_bytes or len(groups[-1]) == MOST_TENSORS
+            if tensor.name == METADATA:
+                raise Unsupported(
+                    f"a tensor cannot be named {METADATA} in safetensors; pass rename= to give it another name"
+                )
+            spec = TensorSpec(tensor.name, tensor.shape, _written_dtype(tensor.name, tensor.dtype, dtype))
+            is_full = filled + spec.nbytes > file_bytes or len(groups[-1]) == MOST_TENSORS
             if groups[-1] and is_full:
                 groups.append([])
                 filled = 0
-            groups[-1].append(tensor.name)
-            filled += sizes[tensor.name]
-        shapes = {t.name: t.shape for t in layout.tensors}
-        files = []
-        for number, names in enumerate(groups, start=1):
-            names.sort(key=lambda name: -_item_bytes(dtypes[name]))  # so that each one is aligned
-            described: dict[str, object] = {METADATA: {"format": "pt"}}
-            offsets, begin = {}, 0
-            for name in names:
-                end = begin + sizes[name]
-                described[name] = {
-                    "dtype": _SAFETENSORS[dtypes[name]], "shape": list(shapes[name]), "data_offsets": [begin, end]
-                }  # fmt: skip
-                offsets[name], begin = begin, end
-            text = json.dumps(described).encode()
-            text += b" " * (-len(text) % 8)
-            header = len(text).to_bytes(8, "little") + text
-            files.append(
-                _File(
-                    f"model-{number:05}-of-{len(groups):05}.safetensors",
-                    header,
-                    {name: len(header) + at for name, at in offsets.items()},
-                    len(header) + begin,
-                )
-            )
-        return cls(tuple(files), dtypes, shapes, sum(sizes.values()))
+            groups[-1].append(spec)
+            filled += spec.nbytes
+        named = ((f"model-{number:05}-of-{len(groups):05}.safetensors", g) for number, g in enumerate(groups, start=1))
+        return cls(tuple(_File.of(name, group) for name, group in named))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for file in self.files for spec, _ in file.tensors)
 
     def reserve(self, folder: Path) -> None:
         """Creates the files with their headers, and takes their space on the disk: a full one fails here."""
@@ -101,7 +106,7 @@ class SnapshotFiles:
                 opened.write(file.header)
 
     def write_index(self, folder: Path) -> None:
-        of_tensor = {name: file.name for file in self.files for name in file.offsets}
+        of_tensor = {spec.name: file.name for file in self.files for spec, _ in file.tensors}
         index = {"metadata": {"total_size": self.nbytes}, "weight_map": of_tensor}
         (folder / INDEX).write_text(json.dumps(index))
 
@@ -111,34 +116,24 @@ class SnapshotFiles:
         """
         path, delta_bytes = folder / file.name, None
         if base is not None:
-            units = min([4, *(_item_bytes(self.dtypes[name]) for name in file.offsets)])
+            units = min([4, *(spec.item_bytes for spec, _ in file.tensors)])
             out = folder / (file.name + DELTA)
             delta_bytes = write_delta(base / file.name, path, out, units, file.nbytes // 2)
             if delta_bytes is not None:
                 to_disk(out)
-        sums = "".join(f"{tensor:0{SUM_DIGITS}x}" for tensor in self._sums(file, path))
+        batch = RegionBatch()
+        for row, (spec, view) in enumerate(file.mapped(folder)):
+            region = RegionSpec.whole(spec.shape, spec.item_bytes)
+            batch.add(region, view.view(region.dtype), row)
+        found = batch.checksums(len(file.tensors), Selection.full()).tolist()
+        sums = "".join(f"{tensor:0{SUM_DIGITS}x}" for tensor in found)
         table = hashlib.sha256(file.header).hexdigest()
         return SnapshotFile(file.nbytes, sha256_of(path), delta_bytes, table, sums)
 
-    def _sums(self, file: _File, path: Path) -> list[int]:
-        """Returns the checksum of each tensor of a file, in the order of their bytes, see `digest`."""
-        mapped, batch = torch.from_file(str(path), size=file.nbytes, dtype=torch.uint8), RegionBatch()
-        for row, (name, at) in enumerate(file.offsets.items()):
-            spec = RegionSpec.whole(self.shapes[name], _item_bytes(self.dtypes[name]))
-            view = mapped[at : at + math.prod(spec.shape) * spec.dtype.itemsize].view(spec.dtype)
-            batch.add(spec, view, row)
-        found: list[int] = batch.checksums(len(file.offsets), Selection.full()).tolist()
-        return found
-
     def program(self, folder: Path) -> Program:
         """Returns copies of whole tensors into the files, which are mapped."""
-        targets: dict[str, torch.Tensor] = {}
-        for file in self.files:
-            mapped = torch.from_file(str(folder / file.name), shared=True, size=file.nbytes, dtype=torch.uint8)
-            for name, at in file.offsets.items():
-                dtype = getattr(torch, self.dtypes[name])
-                targets[name] = mapped[at : at + math.prod(self.shapes[name]) * dtype.itemsize].view(dtype)
-        return Program.whole(self.shapes, targets)
+        mapped = [found for file in self.files for found in file.mapped(folder, shared=True)]
+        return Program.whole({spec.name: spec.shape for spec, _ in mapped}, {spec.name: view for spec, view in mapped})
 
 
 def write_boxes(state: TrainerState, files: SnapshotFiles, folder: Path, trainer_rank: int) -> int:
@@ -158,7 +153,7 @@ def write_boxes(state: TrainerState, files: SnapshotFiles, folder: Path, trainer
     copies.build()
     copies.run()
     for file in files.files:
-        if not written.isdisjoint(file.offsets):
+        if any(spec.name in written for spec, _ in file.tensors):
             to_disk(folder / file.name)
     return plan.traffic().get(trainer_rank, (0, 0))[0]
 
@@ -168,8 +163,3 @@ def _written_dtype(name: str, own: str, wanted: str | None) -> str:
     if kept not in _SAFETENSORS:
         raise Unsupported(f"{name} has the dtype {kept}, which safetensors does not define; pass dtype=")
     return kept
-
-
-def _item_bytes(dtype: str) -> int:
-    item: torch.dtype = getattr(torch, dtype)
-    return item.itemsize

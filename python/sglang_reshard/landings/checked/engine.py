@@ -6,12 +6,12 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from sglang_reshard.digest.selection import Selection
-from sglang_reshard.digest.target import TargetChecksums
-from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.landings.base import Landing, LandingAround, Update
 from sglang_reshard.landings.checked.messages import CHANGED_UNDER_WAY, LANDING, ChecksAsk, Checksums
+from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.target import TargetChecksums
+from sglang_reshard.landings.checked.whole_model import with_kept
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Question, encode
 from sglang_reshard.protocol.session import Session

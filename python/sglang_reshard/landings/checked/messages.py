@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from sglang_reshard.digest import whole_model
-from sglang_reshard.digest.selection import Selection
-from sglang_reshard.digest.source import PartialChecksums
+from sglang_reshard.landings.checked import whole_model
+from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.source import PartialChecksums
 
 LANDING = "checked"
 # Of weights that are not the trainer's. Trainer ranks replace it if they hold different values themselves.
@@ -31,7 +31,7 @@ class ChecksumPart(msgspec.Struct, frozen=True):
     """One trainer rank's part of the answer.
 
     rows   checksums of the engine ranks that ask, little-endian uint64 [engine ranks, groups]
-    model  this trainer rank's part of the digest, see `digest.whole_model`; empty if it has none
+    model  this trainer rank's part of the digest, see `landings.checked.whole_model`; empty if it has none
     """
 
     rows: bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,56 +23,51 @@ from sglang_reshard.routes.wire.rounds import Pending, run_rounds
 _POLL_S = 1e-4
 
 
-class Part(NamedTuple):
-    """Bytes of a trainer rank's section, from `offset`, and where they arrive."""
+class PlacedPiece(NamedTuple):
+    """A piece of a trainer rank's section, from `offset`, and where it arrives."""
 
     trainer_rank: int
     offset: int
     buffer: torch.Tensor
 
 
-class Incoming(Protocol):
+class Incoming:
     """The arrival of sections.
 
     extra_bytes  of buckets that the last update needed in addition, for messages that came as they are
     """
 
-    extra_bytes: int
+    extra_bytes: int = 0
 
     def register(self, rooms: Sequence[torch.Tensor]) -> None:
-        """Lets parts arrive in these buffers."""
+        """Lets pieces arrive in these buffers."""
 
-    def begin(self, sections: Sections) -> None: ...
+    def begin(self, sections: Sections) -> None:
+        """Raises Mismatch for sections that cannot arrive."""
 
-    def start(self, parts: Sequence[Part]) -> Pending: ...
+    def start(self, pieces: Sequence[PlacedPiece]) -> Pending:
+        """Starts the transit of pieces, at least one."""
+        raise NotImplementedError
 
     def receive_whole(self, trainer_ranks: Sequence[int]) -> None:
         """Receives all messages of these trainer ranks as they are, and brings them to where they belong."""
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        raise NotImplementedError
 
 
-class P2pReceives:
+class P2pReceives(Incoming):
     """Trainer ranks send them."""
 
-    def __init__(
-        self, communicators: P2pCommunicators | None, reads: Reads | None = None, sizes: Mapping[int, int] | None = None
-    ) -> None:
+    def __init__(self, communicators: P2pCommunicators | None, reads: Reads, sizes: Mapping[int, int]) -> None:
         """`communicators`: None if all is read from mapped memory. `sizes`: bytes of a round, by trainer rank."""
-        self._communicators, self._reads, self._sizes = communicators, reads, sizes or {}
+        self._communicators, self._reads, self._sizes = communicators, reads, sizes
         self._whole: tuple[tuple[int, ...], list[Round]] = (), []
-        self.extra_bytes = 0
 
-    def register(self, rooms: Sequence[torch.Tensor]) -> None:
-        pass
-
-    def begin(self, sections: Sections) -> None:
-        pass
-
-    def start(self, parts: Sequence[Part]) -> Pending:
-        if self._communicators is None:  # all is read from mapped memory
-            return _Nothing()
-        return self._communicators.receive([(part.trainer_rank, part.buffer) for part in parts])
+    def start(self, pieces: Sequence[PlacedPiece]) -> Pending:
+        assert self._communicators is not None, "a trainer rank sends"
+        return self._communicators.receive([(piece.trainer_rank, piece.buffer) for piece in pieces])
 
     def receive_whole(self, trainer_ranks: Sequence[int]) -> None:
         communicators, wanted = self._communicators, tuple(trainer_ranks)
@@ -88,9 +83,8 @@ class P2pReceives:
         )
 
     def _build(self, trainer_ranks: Sequence[int]) -> list[Round]:
-        reads = self._reads
-        assert reads is not None
-        layout, sizes = reads.tensor_index.layout, {t: self._sizes[t] for t in trainer_ranks}
+        reads, sizes = self._reads, {t: self._sizes[t] for t in trainer_ranks}
+        layout = reads.tensor_index.layout
         links = engine_links(layout, reads.read_plan, reads.program, sizes, as_kept=True)
         rounds, self.extra_bytes = build_rounds(links, reads.device, pack=False)
         return rounds
@@ -100,12 +94,7 @@ class P2pReceives:
             self._communicators.close()
 
 
-class _Nothing:
-    def wait(self) -> None:
-        pass
-
-
-class NixlReads:
+class NixlReads(Incoming):
     """This rank reads them out of the trainer ranks' memory."""
 
     def __init__(self, reader: NixlReader, reads: Reads, streams: Mapping[int, Stream]) -> None:
@@ -113,7 +102,6 @@ class NixlReads:
         self._reader, self._device, self._reads, self._streams = reader, reads.device, reads, streams
         self._rank, self._timeout_s = reads.engine_rank, reads.timeout_s
         self._sections: Sections = {}
-        self.extra_bytes = 0  # streams have buckets of their own
 
     def register(self, rooms: Sequence[torch.Tensor]) -> None:
         self._reader.register([room.untyped_storage() for room in rooms])
@@ -127,14 +115,14 @@ class NixlReads:
                 )
         self._sections = sections
 
-    def start(self, parts: Sequence[Part]) -> Pending:
+    def start(self, pieces: Sequence[PlacedPiece]) -> Pending:
         reads: list[tuple[str, list[Any]]] = []
         runtime().synchronize([self._device])  # what was there before may still be read; no stream orders these reads
-        for part in parts:
-            section, peer = self._sections[part.trainer_rank], f"trainer rank {part.trainer_rank}"
-            kind, gpu = memory_kind(part.buffer.device)
-            remote = np.array([[section.address + part.offset, len(part.buffer), section.gpu]])
-            local = np.array([[part.buffer.data_ptr(), len(part.buffer), gpu]])
+        for piece in pieces:
+            section, peer = self._sections[piece.trainer_rank], f"trainer rank {piece.trainer_rank}"
+            kind, gpu = memory_kind(piece.buffer.device)
+            remote = np.array([[section.address + piece.offset, len(piece.buffer), section.gpu]])
+            local = np.array([[piece.buffer.data_ptr(), len(piece.buffer), gpu]])
             reads.append((peer, [self._reader.prepare(peer, (section.kind, remote), (kind, local))]))
             self._reader.start(*reads[-1])
         return _PendingReads(self._reader, reads, self._rank, self._timeout_s)

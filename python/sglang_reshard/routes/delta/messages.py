@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from sglang_reshard.copying.copy_list import CopyList
-from sglang_reshard.delta.base_checksum import message_checksum, row_count
-from sglang_reshard.delta.checks import unfit_reason
-from sglang_reshard.delta.encoding import UNITS, Encoded, Kind, cut_pieces, index_room
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.routes.delta.base_checksum import message_checksum, row_count
+from sglang_reshard.routes.delta.checks import unfit_reason
+from sglang_reshard.routes.delta.encoding import UNITS, Encoded, Kind, cut_pieces, index_room
 from sglang_reshard.routes.p2p.links import P2pLink
 
 
@@ -43,14 +43,15 @@ class LinkMessages:
 
     nbytes      of each
     unit_bytes  of the integers as which they are compared
+    units       of each
     """
 
     def __init__(self, link: P2pLink, device: torch.device, bucket: torch.Tensor, *, written: bool) -> None:
         """`bucket` has room for `packed_bytes(link.rounds(device))`. `written`: as messages are unpacked, too."""
         self.nbytes = [message.nbytes for message in link.messages]
         self.unit_bytes = min([max(UNITS), *(dtype.itemsize for dtype in link.dtypes)])
-        rows = map(row_count, self.nbytes)
-        self._first_rows = [0, *itertools.accumulate(rows)]
+        self.units = [nbytes // self.unit_bytes for nbytes in self.nbytes]
+        self._first_rows = list(itertools.accumulate(map(row_count, self.nbytes), initial=0))
         self._messages = []
         for ((message, buffer),) in link.rounds(device):
             if buffer is not None:
@@ -69,14 +70,6 @@ class LinkMessages:
     def __len__(self) -> int:
         return len(self.nbytes)
 
-    def units(self, number: int) -> int:
-        """Returns the number of units of a message."""
-        return self.nbytes[number] // self.unit_bytes
-
-    def first_row(self, number: int) -> int:
-        """Returns the number of the message's first row, see `delta.base_checksum`."""
-        return self._first_rows[number]
-
     def read(self, number: int) -> torch.Tensor:
         """Returns a message's bytes as they are now, valid until the next one is read; zeros between its slices."""
         message = self._messages[number]
@@ -91,9 +84,9 @@ class LinkMessages:
         if (unpack := self._messages[number].unpack) is not None:
             unpack.run()
 
-    def checksum(self, number: int) -> int:
-        """Returns a message's part of the checksum of all."""
-        return message_checksum(self.read(number), self.first_row(number))
+    def checksum(self, number: int, message: torch.Tensor) -> int:
+        """Returns the part of a message, as it was read, in the checksum of all."""
+        return message_checksum(message, self._first_rows[number])
 
 
 def table_bytes(messages: int) -> int:
@@ -108,7 +101,7 @@ def table(encoded: Sequence[Encoded], device: torch.device) -> torch.Tensor:
 
 def values_begin(messages: LinkMessages) -> int:
     """Returns the offset of the values in a section."""
-    return table_bytes(len(messages)) + sum(index_room(messages.units(n)) for n in range(len(messages)))
+    return table_bytes(len(messages)) + sum(map(index_room, messages.units))
 
 
 def read_table(
@@ -124,11 +117,11 @@ def read_table(
     """
     rows = np.frombuffer(data.cpu().numpy().tobytes(), "<i8").reshape(-1, 2).tolist()
     found = []
-    for number, (kind, changed) in enumerate(rows):
+    for number, ((kind, changed), units) in enumerate(zip(rows, messages.units, strict=True)):
         if not 0 <= kind < len(Kind):
             raise damaged(number, f"its kind {kind} is unknown")
         encoded = Encoded(Kind(kind), changed)
-        if why := unfit_reason(encoded, messages.units(number)):
+        if why := unfit_reason(encoded, units):
             raise damaged(number, why)
         found.append(encoded)
     announced = table_bytes(len(found)) + sum(index_sizes(found, messages)) + sum(value_sizes(found, messages))
@@ -167,9 +160,9 @@ def cut_values(encoded: Sequence[Encoded], messages: LinkMessages, round_bytes: 
 
 def index_sizes(encoded: Sequence[Encoded], messages: LinkMessages) -> list[int]:
     """Returns the bytes of each message's index."""
-    return [e.index_bytes(messages.units(n)) for n, e in enumerate(encoded)]
+    return [e.index_bytes(units) for e, units in zip(encoded, messages.units, strict=True)]
 
 
 def value_sizes(encoded: Sequence[Encoded], messages: LinkMessages) -> list[int]:
     """Returns the bytes of each message's values."""
-    return [e.value_bytes(messages.units(n), messages.unit_bytes) for n, e in enumerate(encoded)]
+    return [e.value_bytes(n, messages.unit_bytes) for e, n in zip(encoded, messages.units, strict=True)]

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from sglang_reshard.delta.base_checksum import message_checksum
-from sglang_reshard.delta.checks import is_sound, verdicts
-from sglang_reshard.delta.encoding import Encoded, Kind, apply, encode
-from sglang_reshard.digest.coefficients import MODULUS
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.landings.checked.coefficients import MODULUS
+from sglang_reshard.routes.delta.checks import is_sound, verdicts
+from sglang_reshard.routes.delta.encoding import Encoded, Kind, apply, encode
 from sglang_reshard.routes.delta.messages import (
     LinkMessages,
     Piece,
@@ -103,8 +102,9 @@ class DeltaSource:
         self._committed_in = update
         if self._encoded_in == update and self._encoded:
             indexes, values = self._parts()
-            units = [self._messages.units(number) for number in range(len(self._messages))]
-            if not all(verdicts(list(map(is_sound, self._encoded, units, indexes)))):  # others can reach this memory
+            if not all(
+                verdicts(list(map(is_sound, self._encoded, self._messages.units, indexes)))
+            ):  # others can reach this memory
                 raise Mismatch(
                     "the delta sent in the last update was modified in memory, so it cannot become the base; the next "
                     "update sends all weights. Only sglang-reshard may write to this memory"
@@ -134,7 +134,7 @@ class DeltaSource:
         with torch.inference_mode():
             for number in range(len(self._messages)):
                 message = self._messages.read(number)
-                self._checksums.append(message_checksum(message, self._messages.first_row(number)))
+                self._checksums.append(self._messages.checksum(number, message))
                 self._kept(number).copy_(message)
 
     def _encode(self) -> list[Encoded]:
@@ -150,10 +150,10 @@ class DeltaSource:
                 if encoded is None:
                     return []
                 found.append(encoded)
-                index_end += encoded.index_bytes(messages.units(number))
-                values_end += encoded.value_bytes(messages.units(number), unit_bytes)
+                index_end += encoded.index_bytes(messages.units[number])
+                values_end += encoded.value_bytes(messages.units[number], unit_bytes)
                 if encoded.kind is not Kind.SAME:
-                    self._next[number] = message_checksum(new, messages.first_row(number))
+                    self._next[number] = messages.checksum(number, new)
             self.section[: self._table_bytes].copy_(table(found, self._device))
         self.nbytes = index_end + values_end - self._values_begin
         runtime().synchronize_stream(self._device)  # it may be read in no stream's order
@@ -166,13 +166,12 @@ class DeltaSource:
 
     def _parts(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """Returns the indexes and the values of all messages."""
-        found = []
-        for begin, sizes in (
-            (self._table_bytes, index_sizes(self._encoded, self._messages)),
-            (self._values_begin, value_sizes(self._encoded, self._messages)),
-        ):
-            found.append(self.section[begin : begin + sum(sizes)].split(sizes))
-        return found[0], found[1]
+
+        def parts(begin: int, sizes: list[int]) -> Sequence[torch.Tensor]:
+            return self.section[begin : begin + sum(sizes)].split(sizes)
+
+        indexes = parts(self._table_bytes, index_sizes(self._encoded, self._messages))
+        return indexes, parts(self._values_begin, value_sizes(self._encoded, self._messages))
 
     def _cut(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         return [self.section[piece.offset : piece.offset + piece.nbytes] for piece in pieces]

@@ -9,18 +9,19 @@ The indexes are kept in memory of this rank's own between the two: the checked b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang_reshard.delta.checks import is_sound, verdicts
-from sglang_reshard.delta.encoding import Encoded, Kind, apply
-from sglang_reshard.digest.coefficients import MODULUS
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.landings.checked.coefficients import MODULUS
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.routes.base import Reads
-from sglang_reshard.routes.delta.incoming import Incoming, Part
+from sglang_reshard.routes.delta.checks import is_sound, verdicts
+from sglang_reshard.routes.delta.encoding import Encoded, Kind, apply
+from sglang_reshard.routes.delta.incoming import Incoming, PlacedPiece
 from sglang_reshard.routes.delta.messages import (
     LinkMessages,
     Piece,
@@ -83,7 +84,6 @@ class DeltaTarget:
         incoming.register(self._rooms)
         self._own_bytes = len(bucket) + sum(map(len, self._rooms)) + self._direct.extra_bytes
         self.traffic = Traffic()
-        self._units = {t: sum(m.units(n) for n in range(len(m))) for t, m in self._written.items()}
         self._checked: dict[int, _Checked] = {}
 
     @property
@@ -96,7 +96,8 @@ class DeltaTarget:
             return False
         with torch.inference_mode():
             return all(
-                sum(messages.checksum(number) for number in range(len(messages))) % MODULUS == sections[t].base
+                sum(messages.checksum(number, messages.read(number)) for number in range(len(messages))) % MODULUS
+                == sections[t].base
                 for t, messages in self._live.items()
                 if not sections[t].whole
             )
@@ -127,48 +128,45 @@ class DeltaTarget:
 
     def _receive_indexes(self, sections: Sections) -> dict[int, _Checked]:
         encoded_only = {t: m for t, m in self._written.items() if not sections[t].whole}
-        tables = self._parts({t: Piece(0, table_bytes(len(m))) for t, m in encoded_only.items()}, self._rooms[0])
-        self._incoming.start(tables).wait()
+        tables = self._placed({t: Piece(0, table_bytes(len(m))) for t, m in encoded_only.items()}, self._rooms[0])
+        if tables:
+            self._incoming.start(tables).wait()
         found: dict[int, _Checked] = {}
         pieces: dict[int, list[Piece]] = {}
         received: dict[int, torch.Tensor] = {}
-        for part in tables:
-            rank, messages = part.trainer_rank, self._written[part.trainer_rank]
+        for arrived in tables:
+            rank, messages = arrived.trainer_rank, self._written[arrived.trainer_rank]
 
-            def damaged(number: int, why: str, rank: int = rank) -> Mismatch:
-                return self._damaged(rank, number, why)
-
-            encoded = read_table(part.buffer, messages, sections[rank].nbytes, damaged)
+            damaged = functools.partial(self._damaged, rank)
+            encoded = read_table(arrived.buffer, messages, sections[rank].nbytes, damaged)
             sizes = index_sizes(encoded, messages)
             received[rank] = torch.empty(sum(sizes), dtype=torch.uint8, device=self._reads.device)
             found[rank] = _Checked(encoded, received[rank].split(sizes))
             pieces[rank] = cut_indexes(encoded, messages, self._round_bytes[rank])
         done = dict.fromkeys(received, 0)
 
-        def keep(parts: Sequence[Part]) -> None:
-            for part in parts:
-                begin = done[part.trainer_rank]
-                done[part.trainer_rank] = end = begin + len(part.buffer)
-                received[part.trainer_rank][begin:end].copy_(part.buffer)
+        def keep(_number: int, arrived: PlacedPiece) -> None:
+            begin = done[arrived.trainer_rank]
+            done[arrived.trainer_rank] = end = begin + len(arrived.buffer)
+            received[arrived.trainer_rank][begin:end].copy_(arrived.buffer)
 
         with torch.inference_mode():
-            self._run_rounds(pieces, lambda _, parts: keep(parts))
+            self._run_rounds(pieces, keep)
         return found
 
     def _check_indexes(self) -> None:
-        numbered, sound = [], []
+        checked = [
+            (rank, number, how, index)
+            for rank, (encoded, indexes) in self._checked.items()
+            for number, (how, index) in enumerate(zip(encoded, indexes, strict=True))
+            if how.kind in (Kind.POSITIONS, Kind.MASK)
+        ]
         with torch.inference_mode():
-            for rank, (encoded, indexes) in self._checked.items():
-                for number, (how, index) in enumerate(zip(encoded, indexes, strict=True)):
-                    if how.kind in (Kind.POSITIONS, Kind.MASK):
-                        numbered.append((rank, number))
-                        sound.append(is_sound(how, self._written[rank].units(number), index))
-            for (rank, number), is_right in zip(numbered, verdicts(sound), strict=True):
-                if not is_right:
-                    how = self._checked[rank].encoded[number]
-                    raise self._damaged(
-                        rank, number, f"the positions of its {how.changed:,} changes ({how.kind.name}) are invalid"
-                    )
+            sound = verdicts([is_sound(how, self._written[rank].units[n], index) for rank, n, how, index in checked])
+        for (rank, number, how, _), is_right in zip(checked, sound, strict=True):
+            if not is_right:
+                why = f"the positions of its {how.changed:,} changes ({how.kind.name}) are invalid"
+                raise self._damaged(rank, number, why)
 
     def _move(self, sections: Sections) -> None:
         self._direct.run()
@@ -176,29 +174,29 @@ class DeltaTarget:
             t: cut_values(own.encoded, self._written[t], self._round_bytes[t]) for t, own in self._checked.items()
         }
 
-        def write(number: int, parts: Sequence[Part]) -> None:
-            for part in parts:
-                rank = part.trainer_rank
-                _apply(self._written[rank], self._checked[rank], pieces[rank][number].messages, part.buffer)
+        def write(number: int, arrived: PlacedPiece) -> None:
+            rank = arrived.trainer_rank
+            _apply(self._written[rank], self._checked[rank], pieces[rank][number].messages, arrived.buffer)
 
         self._run_rounds(pieces, write)
         self._incoming.receive_whole([t for t, section in sections.items() if section.whole])
         read_bytes = self._direct.read_bytes | {t: sections[t].nbytes for t in self._written}
         changed = sum(message.changed for own in self._checked.values() for message in own.encoded)
-        compared = sum(self._units[t] for t in self._checked)
+        compared = sum(sum(self._written[t].units) for t in self._checked)
         self.traffic = Traffic(sum(read_bytes.values()), read_bytes, compared=compared, changed=changed)
 
-    def _run_rounds(self, pieces: Mapping[int, Sequence[Piece]], ended: Callable[[int, Sequence[Part]], None]) -> None:
-        """Receives a piece of each trainer rank in each round. Calls `ended` with the round's number and its parts."""
+    def _run_rounds(self, pieces: Mapping[int, Sequence[Piece]], arrived: Callable[[int, PlacedPiece], None]) -> None:
+        """Receives a piece of each trainer rank in each round. Calls `arrived` with the round's number, for each."""
         rounds = []
         for number in range(max(map(len, pieces.values()), default=0)):
             of_round = {t: own[number] for t, own in pieces.items() if number < len(own)}
-            rounds.append(self._parts(of_round, self._rooms[number % BUCKETS]))
-        run_rounds(
-            len(rounds),
-            lambda number: self._incoming.start(rounds[number]),
-            lambda number: ended(number, rounds[number]),
-        )
+            rounds.append(self._placed(of_round, self._rooms[number % BUCKETS]))
+
+        def ended(number: int) -> None:
+            for piece in rounds[number]:
+                arrived(number, piece)
+
+        run_rounds(len(rounds), lambda number: self._incoming.start(rounds[number]), ended)
 
     def _damaged(self, trainer_rank: int, number: int, why: str) -> Mismatch:
         """Returns the error for a message that trainer rank has encoded as no trainer rank does."""
@@ -212,11 +210,11 @@ class DeltaTarget:
             f"sends all weights. If it happens again, suspect the memory or the network of trainer rank {trainer_rank}"
         )
 
-    def _parts(self, pieces: Mapping[int, Piece], room: torch.Tensor) -> list[Part]:
+    def _placed(self, pieces: Mapping[int, Piece], room: torch.Tensor) -> list[PlacedPiece]:
         """Returns where these pieces arrive, one of each trainer rank."""
         found, begin = [], 0
         for trainer_rank, piece in sorted(pieces.items()):
-            found.append(Part(trainer_rank, piece.offset, room[begin : begin + piece.nbytes]))
+            found.append(PlacedPiece(trainer_rank, piece.offset, room[begin : begin + piece.nbytes]))
             begin += self._limits[trainer_rank]
         return found
 

@@ -32,7 +32,7 @@ class DiskFiles(msgspec.Struct, frozen=True):
     folder   absolute path, the same on all hosts of the engine
     file_of  number of each tensor's file, little-endian int32
     offsets  of each tensor's first byte in its file, little-endian int64
-    sums     checksum of each whole tensor, see `digest`, little-endian uint64; empty if the snapshot has none
+    sums     checksum of each whole tensor, see `landings.checked`, little-endian uint64; empty if the snapshot has none
     """
 
     snapshot: str

@@ -1,9 +1,9 @@
 """Compares what engine ranks have read with the checksums of whole tensors.
 
-Checksums add up (`digest`): those of the distinct regions that all engine ranks read of a tensor are the tensor's own,
-if the regions are its parts. Ranks that read the same region must have the same checksum. So every byte that any rank
-has read is compared, and no rank reads more than it needs. Where regions of a tensor overlap, or leave elements out,
-ranks compare it whole (`Verdict.open`).
+Checksums add up (`landings.checked`): those of the distinct regions that all engine ranks read of a tensor are the
+tensor's own, if the regions are its parts. Ranks that read the same region must have the same checksum. So every byte
+that any rank has read is compared, and no rank reads more than it needs. Where regions of a tensor overlap, or leave
+elements out, ranks compare it whole (`Verdict.open`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 
-from sglang_reshard.digest.regions import RegionKind, RegionSet
-from sglang_reshard.digest.whole_model import digest_of_sums
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.landings.checked.regions import RegionKind, RegionSet
+from sglang_reshard.landings.checked.whole_model import digest_of_sums
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.plan import TensorIndex
 
@@ -49,7 +49,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     wrong   those that have another checksum than the snapshot's, or whose ranks have read different bytes
     open    those whose regions overlap, or leave elements out
-    digest  of all weights, see `digest.whole_model`; empty if some are open, or are cast
+    digest  of all weights, see `landings.checked.whole_model`; empty if some are open, or are cast
     """
 
     wrong: tuple[int, ...]

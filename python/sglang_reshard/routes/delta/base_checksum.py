@@ -1,7 +1,7 @@
 """Checksums of a stream of messages, which identify a base: trainer rank and engine rank compute them apart.
 
 A message is divided into rows of 65,536 words of 32 bits; a word counts times the coefficients of its row and of its
-place in it, modulo 2^64, see `digest.coefficients`.
+place in it, modulo 2^64, see `landings.checked.coefficients`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sglang_reshard.digest.checksum import sum_words
-from sglang_reshard.digest.coefficients import MODULUS, WORD_BYTES, column_coefficients, tensor_coefficients
+from sglang_reshard.landings.checked.checksum import sum_words
+from sglang_reshard.landings.checked.coefficients import MODULUS, WORD_BYTES, column_coefficients, tensor_coefficients
 
 ROW_WORDS = 1 << 16
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from sglang_reshard.digest.coefficients import (
+from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.landings.checked.coefficients import (
     MODULUS,
     WORD_BYTES,
     ColumnCoefficients,
@@ -21,9 +22,8 @@ from sglang_reshard.digest.coefficients import (
     row_coefficients,
     total,
 )
-from sglang_reshard.digest.kernel_sums import kernel_sums
-from sglang_reshard.digest.selection import Selection
-from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.landings.checked.kernel_sums import kernel_sums
+from sglang_reshard.landings.checked.selection import Selection
 from sglang_reshard.layout.regions import Box, Region, split
 
 _ALL = slice(None)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_reshard.digest.coefficients import WORD_BYTES, ColumnCoefficients
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.landings.checked.coefficients import WORD_BYTES, ColumnCoefficients
 from sglang_reshard.observability.logs import get_logger
 
 logger = get_logger(__name__)
@@ -141,7 +141,7 @@ def _sum(
     device: torch.device, addresses: np.ndarray, kind: _Kind, extent: _Extent, coefficients: np.ndarray
 ) -> torch.Tensor:
     # Where nothing runs on a GPU, Triton is not imported.
-    from sglang_reshard.digest.checksum_kernel import launch
+    from sglang_reshard.landings.checked.checksum_kernel import launch
 
     table = torch.from_numpy(np.concatenate([[len(addresses), *extent], addresses, coefficients])).to(device)
     sums = torch.zeros(len(addresses), dtype=torch.int64, device=device)

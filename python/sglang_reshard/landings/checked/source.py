@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_reshard.digest.checksum import RegionBatch, RegionSpec
-from sglang_reshard.digest.coefficients import tensor_coefficients
-from sglang_reshard.digest.regions import RegionKind, RegionSet, groups_of, num_groups
-from sglang_reshard.digest.selection import Selection
-from sglang_reshard.digest.whole_model import region_coefficients
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
+from sglang_reshard.landings.checked.coefficients import tensor_coefficients
+from sglang_reshard.landings.checked.regions import RegionKind, RegionSet, groups_of, num_groups
+from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.whole_model import region_coefficients
 from sglang_reshard.layout.regions import ITEM_BYTES, Box, LocalRegion, Region, is_within
 from sglang_reshard.layout.shard_map import ShardBox
 from sglang_reshard.layout.source_layout import SourceLayout
@@ -28,7 +28,7 @@ class PartialChecksums(NamedTuple):
     """One trainer rank's part of the checksums; the parts of all trainer ranks add up modulo 2^64.
 
     engine_ranks  uint64 [engine ranks, groups]
-    model         of the whole model, see `digest.whole_model`; None for a sample, and if the model has no digest
+    model         of the whole model, see `whole_model`; None for a sample, and if the model has no digest
     """
 
     engine_ranks: np.ndarray

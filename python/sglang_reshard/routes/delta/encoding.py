@@ -9,7 +9,7 @@ Every message is encoded in the way that takes the fewest bytes:
     WHOLE      all units
 
 An encoded message has two parts: an index, which says where values go, and the values. An index of another process is
-checked (`delta.checks`) before it is applied: applying one that is damaged would write outside of the message.
+checked (`routes.delta.checks`) before it is applied: applying one that is damaged would write outside of the message.
 
 Nothing here is Python per tensor or per element: numpy finds changes on a CPU, where it is twice as fast as torch, and
 torch on any other device.
@@ -134,7 +134,7 @@ def encode(
 
 
 def apply(encoded: Encoded, index: torch.Tensor, values: torch.Tensor, unit_bytes: int, message: torch.Tensor) -> None:
-    """Overwrites in `message`, the base, what has changed. `index` was found sound, see `delta.checks`."""
+    """Overwrites in `message`, the base, what has changed. `index` was found sound, see `routes.delta.checks`."""
     units = message.view(UNITS[unit_bytes])
     changes = _values(encoded, len(units), unit_bytes, values)
     if encoded.kind is Kind.WHOLE:

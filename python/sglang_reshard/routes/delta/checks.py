@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_reshard.delta.encoding import BLOCK, Encoded, Index, Kind, index_room
+from sglang_reshard.routes.delta.encoding import BLOCK, Encoded, Index, Kind, index_room
 
 _SIGN = -(1 << 15)  # of 16-bit numbers; flipped, signed ones are in the order of unsigned ones
 # Bits are counted in 64-bit words: those of pairs, of fours, of bytes, and the sum of the bytes.

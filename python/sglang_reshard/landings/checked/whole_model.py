@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from sglang_reshard.digest.coefficients import MODULUS
+from sglang_reshard.landings.checked.coefficients import MODULUS
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.plan import TensorIndex
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sglang_reshard.digest.checksum import RegionBatch, RegionSpec
-from sglang_reshard.digest.coefficients import tensor_coefficients
-from sglang_reshard.digest.regions import RegionKind, RegionSet, groups_of, num_groups
-from sglang_reshard.digest.selection import Selection
+from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
+from sglang_reshard.landings.checked.coefficients import tensor_coefficients
+from sglang_reshard.landings.checked.regions import RegionKind, RegionSet, groups_of, num_groups
+from sglang_reshard.landings.checked.selection import Selection
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.shown_names import some_names

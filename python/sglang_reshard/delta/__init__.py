@@ -1,1 +1,0 @@
-"""Lossless deltas of messages and of files: the changed elements, as integers, in the form with the fewest bytes."""
