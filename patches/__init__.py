@@ -18,7 +18,6 @@ A request of an update passes:
     scheduler.py                checks the scheduler's state; flushes the cache; catches all exceptions
     cache_versions.py           or keeps the cache of each weight version apart
     pipeline.py                 lets all stages of a pipelined engine handle it together
-    tp_worker.py                forwards to the model runner
     model_runner.py             the live parameters: `sglang_reshard.engine.receiver.WeightReceiver`
     memory_saver.py             which drops what holds pages of the weights before SGLang releases these
     repacking.py                whose modules are remembered as SGLang built them, before it repacked them
@@ -32,13 +31,12 @@ A request of an update passes:
 
 sglang_versions.py handles the differences between SGLang's versions, supported_engine.py recognises engines that cannot
 be updated, hook_check.py checks that every process has these patches, engine_rank.py numbers an engine's processes,
-custom_group.py joins the groups that trainers broadcast over.
+attached.py keeps state on SGLang's objects, custom_group.py joins the groups that trainers broadcast over.
 
 Nothing that SGLang defines is replaced; pipeline.py wraps two methods of a pipelined engine's schedulers. One list is
-appended to (the tokenizer manager's communicators), and some methods get hooks before, after or around them through
-SGLang's own hook registry (entry-point group `sglang.srt.plugins`): all but those in request_gate.py, disk_loads.py,
-weights_info.py, engine_start.py and memory_saver.py run after. Everything else is new methods and
-routes, and a middleware of the server that passes everything through while the weights are sound.
+appended to (the tokenizer manager's communicators), and some functions get hooks (hooks.py) through SGLang's own hook
+registry (entry-point group `sglang.srt.plugins`). Everything else is new methods and routes, and a middleware of the
+server that passes everything through while the weights are sound.
 """
 
 from __future__ import annotations
@@ -50,41 +48,10 @@ from functools import cache
 def install() -> None:
     """Entry point. Idempotent. SGLang logs what it raises, and `Engine` then lacks the methods of this package."""
     from sglang_reshard.observability.logs import configure
-    from sglang_reshard.patches import (
-        cache_versions,
-        disk_loads,
-        engine,
-        engine_start,
-        http_server,
-        memory_saver,
-        metrics,
-        model_runner,
-        repacking,
-        request_gate,
-        scheduler,
-        sglang_versions,
-        tokenizer_manager,
-        tp_worker,
-        weights_info,
-    )
+    from sglang_reshard.patches import engine, hooks, scheduler, sglang_versions, tokenizer_manager
 
     sglang_versions.check()
     configure()
-
-    for module in (
-        repacking,
-        engine_start,
-        model_runner,
-        memory_saver,
-        tp_worker,
-        scheduler,
-        cache_versions,
-        tokenizer_manager,
-        disk_loads,
-        request_gate,
-        metrics,
-        weights_info,
-        http_server,
-        engine,
-    ):
+    hooks.register()
+    for module in (scheduler, tokenizer_manager, engine):  # an engine has its methods only if all else is in place
         module.apply()

@@ -28,12 +28,6 @@ _BEGIN = "weights "  # of every mark
 _version = 0  # of this scheduler's process
 
 
-def apply() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register("sglang.srt.managers.schedule_batch.Req.init_next_round_input", _mark, HookType.BEFORE)
-
-
 def refusal(scheduler: Scheduler) -> str:
     """Returns why this scheduler's cache cannot be kept apart by version; empty if it can."""
     args = scheduler.server_args
@@ -57,7 +51,7 @@ def begin(scheduler: Scheduler) -> None:
     sglang_versions.clear_embedding_cache()
 
 
-def _mark(request: Req, *_: Any, **__: Any) -> None:
+def mark(request: Req, *_: Any, **__: Any) -> None:
     if sglang_versions.holds_kv_cache(request):
         return
     before, now = vars(request).get(_MARK, ""), f"{_BEGIN}{_version}|"

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 logger = get_logger(__name__)
-_LOAD = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
-_WAIT = "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_for_model_update_from_disk"
 _UNTOUCHED, _LOADED = "untouched", ""
 _Outcome = tuple[Any, Any, Any]  # success, message, and the number of paused requests
 
@@ -51,19 +49,12 @@ class _Loads:
 _loads = _Loads()
 
 
-def apply() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_LOAD, _noted, HookType.AROUND)
-    HookRegistry.register(_WAIT, _update_from_disk, HookType.AROUND)
-
-
 def forget() -> None:
     """Must be called when a scheduler has started: what has been loaded until then is no update."""
     _loads.begun, _loads.failed = False, ""
 
 
-def _noted(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def note_load(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _loads.begun = True
     try:
         return stock(*args, **kwargs)
@@ -102,7 +93,7 @@ def _lacking(runner: Any) -> str:
     return ""
 
 
-async def _update_from_disk(
+async def update_from_disk(
     stock: Callable[..., Awaitable[_Outcome]], manager: TokenizerManager, obj: Any, *args: Any, **kwargs: Any
 ) -> _Outcome:
     unsound = torn_weights.reason(manager) or stock_weights.missing(manager)
@@ -118,7 +109,7 @@ async def _update_from_disk(
         torn_weights.heal(manager)
         stock_weights.loaded(manager)
         if request.complete:
-            weights_info.note_whole_load(manager)
+            weights_info.of(manager).whole_load = True
         return success, message, paused
     if any(replica.torn for replica in replicas) or len({replica.success for replica in replicas}) > 1:
         torn_weights.mark(manager, f"a load from disk failed while weights were being written: {why or message}")

@@ -30,24 +30,19 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _ANSWER_S = 60.0
 _END_S = 60.0  # a killed process may need a while to free a GPU's memory
 
 
 def apply() -> None:
     from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     Engine.update_weights_distributed = update_weights_distributed
     Engine.weights_info = current_weights
     Engine.record_probe = record_probe
-    # Every start calls one of them: Ray's only the second, the Rust server's only the first.
-    for start in ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"):
-        HookRegistry.register(f"{_ENGINE}.{start}", _check_arguments, HookType.BEFORE)
 
 
-def _check_arguments(_engine: type[Engine], *arguments: Any, **named: Any) -> None:
+def check_arguments(_engine: type[Engine], *arguments: Any, **named: Any) -> None:
     try:
         warn_if_unsupported(named["server_args"] if "server_args" in named else arguments[0])
     except Exception:  # a newer SGLang with other names must start all the same

@@ -23,14 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 _START = "_reshard_start"  # on the model runner
-_RANDOMIZE = "sglang.srt.model_loader.loader.initialize_dummy_weights"
 _DUMMY = "dummy"
-
-
-def apply() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_RANDOMIZE, randomize, HookType.AROUND)
 
 
 def randomize(initialize: Callable[..., None], model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -8,15 +8,22 @@ update.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang_reshard.errors import DeadlineExceeded, Unsupported
+from sglang_reshard.patches.attached import attached
 from sglang_reshard.version import VERSION_KEY, __version__
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-_CHECKED = "_reshard_checked"  # on the manager: all schedulers have these patches
+
+@dataclass
+class Checked:
+    """Notes that all schedulers of a tokenizer manager have these patches."""
+
+    schedulers: bool = False
 
 
 def missing_hooks() -> list[str]:
@@ -63,7 +70,8 @@ async def check(manager: TokenizerManager, timeout_s: float) -> None:
 
     Raises DeadlineExceeded if the schedulers do not answer.
     """
-    if getattr(manager, _CHECKED, False):
+    checked = attached(manager, Checked)
+    if checked.schedulers:
         return
     # Not cancelled: a late answer belongs to this request, and SGLang would take it for the next one's.
     answer = asyncio.ensure_future(manager.get_internal_state())
@@ -75,7 +83,7 @@ async def check(manager: TokenizerManager, timeout_s: float) -> None:
         )
     if reason := mismatch(answer.result()):
         raise Unsupported(reason)
-    setattr(manager, _CHECKED, True)
+    checked.schedulers = True
 
 
 def _describe(version: str | None) -> str:

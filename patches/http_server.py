@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,28 +49,17 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 T = TypeVar("T")
+Answer = Callable[["Request"], Awaitable["Response"]]
+Told = Callable[[ReshardError], "Response"]
 logger = logging.getLogger(__name__)
 
-_PATH, _INFO = "/update_weights_distributed", "/weights_info"
-_PULL, _SHARE, _PROBE, _LOAD = "/pull_weights", "/share_weights", "/record_probe", "/load_snapshot"
+_PATH = "/update_weights_distributed"
 _MAX_BODY_BYTES = 64 * 2**20
 _SHOWN_CHARACTERS = 300  # of what is wrong with a request: it may quote the request
 _HEALTH = ("/health", "/health_generate")
 
 
-def apply() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    # A hook on the server's module would import it, and FastAPI with it, in every scheduler. A process that may be a
-    # server has a tokenizer manager.
-    HookRegistry.register(
-        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
-        _extend,
-        HookType.AFTER,
-    )
-
-
-def _extend(_result: Any, manager: TokenizerManager, *_: Any, **__: Any) -> None:
+def extend(_result: Any, manager: TokenizerManager, *_: Any, **__: Any) -> None:
     server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if server is None or any(getattr(route, "path", None) == _PATH for route in server.app.routes):
         return
@@ -100,67 +89,55 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
         status = HTTPStatus.BAD_REQUEST
         return response({"error": {"message": str(error), "type": type(error).__name__, "code": status.value}}, status)
 
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def update_weights_distributed(request: Request) -> Response:
-        try:
-            message = await _message(request, DistributedUpdateWeightsReq)
-        except Mismatch as error:
-            return refused(error)
+        message = await _message(request, DistributedUpdateWeightsReq)
         return outcome(await manager.update_weights_distributed(message))
 
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def pull_weights(request: Request) -> Response:
-        try:
-            message = await _message(request, PullWeightsReq)
-            check_pull_request(message)
-        except Mismatch as error:
-            return refused(error)
+        message = await _message(request, PullWeightsReq, check_pull_request)
         pulled = await _while_connected(request, weights_sharing.pull(manager, message))
         return outcome(pulled) if pulled else response(None, HTTPStatus.BAD_REQUEST)
 
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def share_weights(request: Request) -> Response:
-        try:
-            message = await _message(request, ShareWeightsReq)
-            check_share_request(message)
-            return response(await weights_sharing.share(manager, message, _interface(request)))
-        except ReshardError as error:
-            return failed(error)
+        message = await _message(request, ShareWeightsReq, check_share_request)
+        return response(await weights_sharing.share(manager, message, _interface(request)))
 
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def load_snapshot(request: Request) -> Response:
-        try:
-            message = await _message(request, LoadSnapshotReq)
-            check_load_request(message)
-            loaded = await _while_connected(request, snapshot_loads.load(manager, message))
-            return response(loaded, HTTPStatus.OK if loaded else HTTPStatus.BAD_REQUEST)
-        except ReshardError as error:
-            return failed(error)
+        message = await _message(request, LoadSnapshotReq, check_load_request)
+        loaded = await _while_connected(request, snapshot_loads.load(manager, message))
+        return response(loaded, HTTPStatus.OK if loaded else HTTPStatus.BAD_REQUEST)
 
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def get_weights_info(_request: Request) -> Response:
         return response(weights_info.current(manager))
 
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def record_probe(request: Request) -> Response:
-        try:
-            summary = await _message(request, ProbeSummary)
-            check_probe_summary(summary)
-        except Mismatch as error:
-            return refused(error)
-        metrics.observe_probe(manager, summary)
+        metrics.observe_probe(manager, await _message(request, ProbeSummary, check_probe_summary))
         return response(None)
 
-    app.add_route(_LOAD, load_snapshot, methods=["POST"])
-    app.add_route(_PROBE, record_probe, methods=["POST"])
-    app.add_route(_PATH, update_weights_distributed, methods=["POST"])
-    app.add_route(_PULL, pull_weights, methods=["POST"])
-    app.add_route(_SHARE, share_weights, methods=["POST"])
-    app.add_route(_INFO, get_weights_info, methods=["GET"])
+    def add(
+        path: str, answer: Answer, kind: type[ReshardError] = Mismatch, told: Told = refused, by: str = "POST"
+    ) -> None:
+        """`told`: what a client gets for an error of this kind."""
+
+        @auth_level(AuthLevel.ADMIN_OPTIONAL)
+        async def endpoint(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except kind as error:
+                return told(error)
+
+        app.add_route(path, endpoint, methods=[by])
+
+    add(_PATH, update_weights_distributed)
+    add("/pull_weights", pull_weights)
+    add("/share_weights", share_weights, ReshardError, failed)
+    add("/load_snapshot", load_snapshot, ReshardError, failed)
+    add("/weights_info", get_weights_info, by="GET")
+    add("/record_probe", record_probe)
 
 
-async def _message(request: Request, kind: type[T]) -> T:
-    """Returns the body of a request. Raises Mismatch for one that is not a `kind`, or is not all there."""
+async def _message(request: Request, kind: type[T], check: Callable[[T], None] = lambda _: None) -> T:
+    """Returns the body of a request. Raises Mismatch unless it is a `kind` that passes `check`, and all there."""
     from starlette.requests import ClientDisconnect
 
     body = bytearray()
@@ -169,11 +146,13 @@ async def _message(request: Request, kind: type[T]) -> T:
             body += part
             if len(body) > _MAX_BODY_BYTES:
                 raise Mismatch(f"malformed request: its body exceeds {_MAX_BODY_BYTES:,} bytes")
-        return from_json(bytes(body), kind)
+        message = from_json(bytes(body), kind)
     except msgspec.MsgspecError as error:
         raise Mismatch(f"malformed request: {str(error)[:_SHOWN_CHARACTERS]}") from error
     except ClientDisconnect as error:
         raise Mismatch("malformed request: the client disconnected before its end") from error
+    check(message)
+    return message
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

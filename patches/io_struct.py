@@ -6,6 +6,8 @@ are typed and validated at both ends, independently of SGLang's handling of an e
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from sglang.srt.managers.io_struct import BaseReq
 
 from sglang_reshard.patches.sglang_versions import ipc_message
@@ -19,6 +21,7 @@ from sglang_reshard.protocol.messages import (
     encode,
 )
 
+T = TypeVar("T")
 Asked = DistributedUpdateWeightsReq | ShareWeightsReq | StockLoadReq
 
 
@@ -33,14 +36,8 @@ class UpdateWeightsDistributedReqInput(BaseReq):
     def of(cls, request: Asked, step: Step) -> UpdateWeightsDistributedReqInput:
         return cls(payload=encode(request), step=step)
 
-    def open(self) -> DistributedUpdateWeightsReq:
-        return decode(self.payload, DistributedUpdateWeightsReq)
-
-    def open_share(self) -> ShareWeightsReq:
-        return decode(self.payload, ShareWeightsReq)
-
-    def open_loaded(self) -> StockLoadReq:
-        return decode(self.payload, StockLoadReq)
+    def open(self, kind: type[T]) -> T:
+        return decode(self.payload, kind)
 
 
 @ipc_message

@@ -42,7 +42,7 @@ def refusal(manager: TokenizerManager, adapter: LoraAdapter) -> str:
 def counted_twice(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> str:
     """Returns why requests would get an adapter twice, as it is merged into the weights; empty if they would not."""
     if request.lora is not None:
-        merged, also = weights_info.merged(manager), request.lora.name
+        merged, also = weights_info.of(manager).merged, request.lora.name
     else:
         serves = request.merged and manager.server_args.enable_lora
         merged, also = request.merged, some_names(list(manager.lora_registry.get_all_adapters())) if serves else ""

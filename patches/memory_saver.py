@@ -15,17 +15,10 @@ if TYPE_CHECKING:
     from sglang_reshard.engine.receiver import WeightReceiver
 
 logger = get_logger(__name__)
-_PAUSE = "sglang.srt.utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal.pause"
 _WEIGHTS = "weights"  # the tag of SGLang's weights
 
 
-def apply() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_PAUSE, _before_pause, HookType.BEFORE)
-
-
-def _before_pause(_adapter: Any, tag: str | None = None, *_: Any, **__: Any) -> None:
+def before_pause(_adapter: Any, tag: str | None = None, *_: Any, **__: Any) -> None:
     if tag not in (None, _WEIGHTS):  # None: all
         return
     for receiver in list(model_runner.receivers):

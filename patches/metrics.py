@@ -28,7 +28,6 @@ ENGINE = "engine"  # in a scheduler, outside of these phases, or the schedulers 
 LEFT = "left"  # the client disconnected before the end
 FAILURE_PHASES = (REQUEST, *(phase.value for phase in Phase), "aborted", ENGINE, LEFT)
 
-_VERSION_SETTER = "_update_weight_version_if_provided"
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
@@ -45,69 +44,56 @@ class Metric:
     labels: tuple[str, ...] = ()
 
 
-UPDATES = Metric("sglang_reshard_updates_total", "counter", "Number of updates requested, with any outcome.")
-FAILURES = Metric(
-    "sglang_reshard_failures_total", "counter", "Number of failed updates, by the phase that failed.", ("phase",)
-)
-UPDATE_SECONDS = Metric(
-    "sglang_reshard_update_seconds",
-    "histogram",
-    "Duration of successful updates on the server in seconds, including the wait for running requests.",
-)
-PHASE_SECONDS = Metric(
-    "sglang_reshard_phase_seconds",
-    "histogram",
-    "Duration of each phase of successful updates in seconds, on the slowest engine rank.",
-    ("phase",),
-)
-RECEIVED = Metric(
-    "sglang_reshard_received_bytes_total", "counter", "Bytes received by all engine ranks.", ("transport",)
-)
-RATE = Metric(
-    "sglang_reshard_bytes_per_second",
-    "gauge",
-    "Bytes received by all engine ranks per second of the slowest rank's move, in the last successful update.",
-)
-PEAK = Metric(
-    "sglang_reshard_peak_extra_bytes",
-    "gauge",
-    "Peak memory in bytes that an engine rank used beyond its own, in the last successful update.",
-)
-SUCCEEDED = Metric(
-    "sglang_reshard_last_success_timestamp_seconds", "gauge", "Unix time at which the last successful update ended."
-)
-VERSION = Metric("sglang_reshard_weights_info", "version", "1, labelled with the live weights' version.", ("version",))
-TORN = Metric("sglang_reshard_torn", "gauge", "1 while the weights are torn and requests are refused, else 0.")
-PROBES = Metric("sglang_reshard_probes_total", "counter", "Number of probes, by outcome.", ("outcome",))
-PROBE_MEAN = Metric(
-    "sglang_reshard_probe_mean_difference",
-    "gauge",
-    "Mean difference between the engine's and the trainer's log-probabilities in the last probe, in nats.",
-)
-PROBE_LARGEST = Metric(
-    "sglang_reshard_probe_largest_difference",
-    "gauge",
-    "Largest difference between the engine's and the trainer's log-probabilities in the last probe, in nats.",
-)
-PROBE_SECONDS = Metric(
-    "sglang_reshard_probe_seconds", "histogram", "Duration of probes in seconds, the trainer's part included."
-)
-
 METRICS = (
-    UPDATES,
-    FAILURES,
-    UPDATE_SECONDS,
-    PHASE_SECONDS,
-    RECEIVED,
-    RATE,
-    PEAK,
-    SUCCEEDED,
-    VERSION,
-    TORN,
-    PROBES,
-    PROBE_MEAN,
-    PROBE_LARGEST,
-    PROBE_SECONDS,
+    UPDATES := Metric("sglang_reshard_updates_total", "counter", "Number of updates requested, with any outcome."),
+    FAILURES := Metric(
+        "sglang_reshard_failures_total", "counter", "Number of failed updates, by the phase that failed.", ("phase",)
+    ),
+    UPDATE_SECONDS := Metric(
+        "sglang_reshard_update_seconds",
+        "histogram",
+        "Duration of successful updates on the server in seconds, including the wait for running requests.",
+    ),
+    PHASE_SECONDS := Metric(
+        "sglang_reshard_phase_seconds",
+        "histogram",
+        "Duration of each phase of successful updates in seconds, on the slowest engine rank.",
+        ("phase",),
+    ),
+    RECEIVED := Metric(
+        "sglang_reshard_received_bytes_total", "counter", "Bytes received by all engine ranks.", ("transport",)
+    ),
+    RATE := Metric(
+        "sglang_reshard_bytes_per_second",
+        "gauge",
+        "Bytes received by all engine ranks per second of the slowest rank's move, in the last successful update.",
+    ),
+    PEAK := Metric(
+        "sglang_reshard_peak_extra_bytes",
+        "gauge",
+        "Peak memory in bytes that an engine rank used beyond its own, in the last successful update.",
+    ),
+    SUCCEEDED := Metric(
+        "sglang_reshard_last_success_timestamp_seconds", "gauge", "Unix time at which the last successful update ended."
+    ),
+    VERSION := Metric(
+        "sglang_reshard_weights_info", "version", "1, labelled with the live weights' version.", ("version",)
+    ),
+    TORN := Metric("sglang_reshard_torn", "gauge", "1 while the weights are torn and requests are refused, else 0."),
+    PROBES := Metric("sglang_reshard_probes_total", "counter", "Number of probes, by outcome.", ("outcome",)),
+    PROBE_MEAN := Metric(
+        "sglang_reshard_probe_mean_difference",
+        "gauge",
+        "Mean difference between the engine's and the trainer's log-probabilities in the last probe, in nats.",
+    ),
+    PROBE_LARGEST := Metric(
+        "sglang_reshard_probe_largest_difference",
+        "gauge",
+        "Largest difference between the engine's and the trainer's log-probabilities in the last probe, in nats.",
+    ),
+    PROBE_SECONDS := Metric(
+        "sglang_reshard_probe_seconds", "histogram", "Duration of probes in seconds, the trainer's part included."
+    ),
 )
 
 # The values of labels that are known before the first update; the version's is set by `set_version`.
@@ -117,22 +103,6 @@ LABEL_VALUES = {
     RECEIVED.name: (*ROUTES, *FROM_FILES),
     PROBES.name: OUTCOMES,
 }
-
-
-def apply() -> None:
-    from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    mixin = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
-    # After the communicators, because SGLang has set up its own metrics by then.
-    HookRegistry.register(
-        f"{mixin}.init_communicators", lambda _result, manager, *_, **__: initialize(manager), HookType.AFTER
-    )
-    # SGLang's own updates call it too.
-    if hasattr(TokenizerControlMixin, _VERSION_SETTER):
-        HookRegistry.register(
-            f"{mixin}.{_VERSION_SETTER}", lambda _result, manager, *_, **__: set_version(manager), HookType.AFTER
-        )
 
 
 def initialize(manager: TokenizerManager) -> None:
@@ -146,6 +116,11 @@ def initialize(manager: TokenizerManager) -> None:
     for gauge in METRICS:
         if gauge.kind == "gauge":  # not shown before it is set, where several processes share a folder
             collectors[gauge.name].set(0)
+    set_version(manager)
+
+
+def version_changed(_result: None, manager: TokenizerManager, *_: Any, **__: Any) -> None:
+    """Runs after SGLang has set its weight_version."""
     set_version(manager)
 
 

@@ -13,14 +13,6 @@ from sglang_reshard.trace.built_modules import built_module
 from sglang_reshard.trace.built_modules import remember as remember_module
 from sglang_reshard.trace.folded import remember_built
 
-_INITIALIZE = "sglang.srt.model_loader.loader._initialize_model"
-
-
-def apply() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_INITIALIZE, remember, HookType.AFTER)
-
 
 def remember(model: torch.nn.Module, *_: Any, **__: Any) -> None:
     """Must be called with a model that has just been built."""

@@ -26,8 +26,6 @@ from sglang_reshard.patches import sglang_versions, stock_weights, torn_weights,
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-
 
 @dataclass
 class HttpRequest:
@@ -40,15 +38,6 @@ class HttpRequest:
 http_request: ContextVar[HttpRequest | None] = ContextVar("sglang_reshard_http_request", default=None)
 
 
-def apply() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_MANAGER}._init_req_state", _refuse_on_arrival, HookType.BEFORE)
-    for method in ("_validate_and_resolve_lora", "_send_one_request", "_send_batch_request"):
-        HookRegistry.register(f"{_MANAGER}.{method}", _refuse_registered, HookType.BEFORE)
-    HookRegistry.register(f"{_MANAGER}.continue_generation", _continue_generation, HookType.AROUND)
-
-
 def refusal(manager: TokenizerManager) -> ReshardError | None:
     """Returns why requests are refused; None while the weights are sound, and for the first request of a server."""
     if torn := torn_weights.reason(manager):
@@ -58,14 +47,14 @@ def refusal(manager: TokenizerManager) -> ReshardError | None:
     return None
 
 
-def _refuse_on_arrival(manager: TokenizerManager, *_: Any, **__: Any) -> None:
+def refuse_on_arrival(manager: TokenizerManager, *_: Any, **__: Any) -> None:
     found = refusal(manager)
     waits = manager.is_pause or weights_info.under_way(manager)
     if found is not None and not (waits and isinstance(found, WeightsMissing)):
         _raise(found)
 
 
-def _refuse_registered(manager: TokenizerManager, batch: Any, *_: Any, **__: Any) -> None:
+def refuse_registered(manager: TokenizerManager, batch: Any, *_: Any, **__: Any) -> None:
     """Refuses requests that the manager has registered already: unless sent, they would stay registered forever."""
     if (found := refusal(manager)) is not None:
         sglang_versions.drop_unsent_requests(manager, _request_ids(batch))
@@ -94,7 +83,7 @@ def _request_ids(batch: Any) -> Iterator[str]:
         yield from [request.rid] if isinstance(request.rid, str) else request.rid
 
 
-async def _continue_generation(
+async def continue_generation(
     stock: Callable[..., Awaitable[None]], manager: TokenizerManager, *args: Any, **kwargs: Any
 ) -> None:
     with torn_weights.continuing(manager):

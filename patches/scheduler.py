@@ -13,6 +13,7 @@ from sglang_reshard.patches import (
     draft_models,
     hook_check,
     metrics,
+    model_runner,
     prefill_decode,
     sglang_versions,
 )
@@ -24,6 +25,7 @@ from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
     ShareWeightsReq,
+    StockLoadReq,
 )
 from sglang_reshard.version import VERSION_KEY
 
@@ -35,14 +37,11 @@ logger = get_logger(__name__)
 
 def apply() -> None:
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     Scheduler.update_weights_distributed = update_weights_distributed
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher", _dispatch, HookType.AFTER)
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _report_version, HookType.AFTER)
 
 
-def _dispatch(_result: Any, scheduler: Scheduler, *_: Any, **__: Any) -> None:
+def dispatch(_result: Any, scheduler: Scheduler, *_: Any, **__: Any) -> None:
     from sglang.utils import TypeBasedDispatcher
 
     disk_loads.forget()
@@ -53,7 +52,7 @@ def _dispatch(_result: Any, scheduler: Scheduler, *_: Any, **__: Any) -> None:
         PipelineStage(scheduler, scheduler.update_weights_distributed)
 
 
-def _report_version(output: Any, *_: Any, **__: Any) -> None:
+def report_version(output: Any, *_: Any, **__: Any) -> None:
     """Adds this package's version to the scheduler's internal state, which GET /server_info returns too."""
     output.internal_state[VERSION_KEY] = hook_check.installed_version()
 
@@ -69,15 +68,16 @@ def update_weights_distributed(
     written = False
     try:
         if envelope.step == "share":
-            return UpdateWeightsDistributedReqOutput.of(_share(self, envelope.open_share()))
+            return UpdateWeightsDistributedReqOutput.of(_share(self, envelope.open(ShareWeightsReq)))
         if envelope.step == "loaded":
-            return UpdateWeightsDistributedReqOutput.of(disk_loads.loaded(self, envelope.open_loaded()))
-        request = envelope.open()
+            return UpdateWeightsDistributedReqOutput.of(disk_loads.loaded(self, envelope.open(StockLoadReq)))
+        request = envelope.open(DistributedUpdateWeightsReq)
         writes = envelope.step in ("update", "commit")
         refusal = _refusal(self, request, writes) if envelope.step != "staged" else ""
         of_all = request.draft and request.lora is None
         drafts = draft_models.drafts_of(self) if of_all else draft_models.Drafts([])
-        output = self.tp_worker.update_weights_distributed(request, envelope.step, refusal, drafts)
+        runner = self.tp_worker.model_runner
+        output = model_runner.update_weights_distributed(runner, request, envelope.step, refusal, drafts)
         written = writes and output.success
         if written:
             sglang_versions.record_weight_version(self, request.weight_version)
@@ -96,8 +96,7 @@ def update_weights_distributed(
 def _share(scheduler: Scheduler, request: ShareWeightsReq) -> DistributedUpdateWeightsOutput:
     if refusal := _offloaded(scheduler) or _session_open(scheduler):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
-    output: DistributedUpdateWeightsOutput = scheduler.tp_worker.share_weights(request)
-    return output
+    return model_runner.share_weights(scheduler.tp_worker.model_runner, request)
 
 
 def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq, writes: bool) -> str:

@@ -15,13 +15,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from sglang_reshard.errors import EngineRefused, ReshardError, TornWeights
 from sglang_reshard.landings.shadow import NO_ROOM
-from sglang_reshard.patches import sglang_versions, torn_weights, weights_info
-from sglang_reshard.patches.tokenizer_manager import cancelling, run_update
-from sglang_reshard.patches.update_observer import observed
+from sglang_reshard.patches import weights_info
+from sglang_reshard.patches.tokenizer_manager import failed, until_written, update_by_server
 from sglang_reshard.patches.weights_sharing import engine_interface
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
@@ -44,10 +41,7 @@ async def load(manager: TokenizerManager, asked: LoadSnapshotReq) -> LoadSnapsho
 
     Raises Mismatch, EngineRefused and TornWeights for a snapshot that cannot be loaded.
     """
-    manager.auto_create_handle_loop()
-    task = asyncio.ensure_future(_load(manager, asked))
-    with cancelling(manager, task):
-        return await asyncio.shield(task)
+    return await until_written(manager, _load(manager, asked))
 
 
 async def _load(manager: TokenizerManager, asked: LoadSnapshotReq) -> LoadSnapshotOutput:
@@ -66,7 +60,7 @@ async def _load(manager: TokenizerManager, asked: LoadSnapshotReq) -> LoadSnapsh
             kind = TornWeights if output.torn else EngineRefused
             raise kind(f"snapshot {asked.version} was not loaded: {output.message}")
         if asked.allow_rollback:
-            weights_info.set_publication(manager, asked.publication)
+            weights_info.of(manager).publication = asked.publication
     message = "; ".join(filter(None, (source.remark, output.message)))
     return LoadSnapshotOutput(True, message, sum(rank.received_bytes for rank in output.ranks))
 
@@ -75,13 +69,10 @@ async def _update(
     manager: TokenizerManager, asked: LoadSnapshotReq, source: SnapshotSource, *, staged: bool
 ) -> DistributedUpdateWeightsOutput:
     async with _served(source, asked, staged, engine_interface(manager, LOOPBACK)) as request:
-        if request.weight_version == sglang_versions.weight_version(manager):  # torn ones are made good by the same
-            request = msgspec.structs.replace(request, weight_version=None)
         try:
-            return await observed(run_update)(manager, request)
+            return await update_by_server(manager, request)
         except ReshardError as error:
-            torn = bool(torn_weights.reason(manager))
-            return DistributedUpdateWeightsOutput(success=False, torn=torn, message=str(error))
+            return failed(manager, error)
 
 
 @contextlib.asynccontextmanager
@@ -108,7 +99,7 @@ async def _served(
 
 def _held(manager: TokenizerManager, asked: LoadSnapshotReq) -> str:
     """Returns why the engine needs no such snapshot: it holds later weights; empty if it does not."""
-    if asked.allow_rollback or asked.publication >= weights_info.publication(manager):
+    if asked.allow_rollback or asked.publication >= weights_info.of(manager).publication:
         return ""
     return (
         f"the engine holds later weights than snapshot {asked.version!r}; pass allow_rollback (--allow-rollback) to "

@@ -13,18 +13,26 @@ Engine ranks are told, who do not see what SGLang itself does: an update that le
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from sglang_reshard.patches.attached import attached
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 SERVE_DUMMY = "SGLANG_RESHARD_SERVE_DUMMY"
-_CHANGES = "_reshard_stock_changes"  # on the manager: how often, and whether the last time weights were loaded
-_WRITTEN = "_reshard_written"  # on the manager: after how many of these changes an update has written weights
+
+
+@dataclass
+class StockWeights:
+    """Counts the changes that SGLang itself makes to the weights."""
+
+    changes: tuple[int, bool] | None = None  # how often it has changed them, and whether the last time was a load
+    written: int = 0  # after how many of these changes an update has written weights
 
 
 def loaded(manager: TokenizerManager) -> None:
@@ -42,7 +50,7 @@ def written(manager: TokenizerManager) -> None:
     """Notes that an update has written weights. SGLang's own may have written some of them; it does not say which is
     the last one.
     """
-    setattr(manager, _WRITTEN, _changes(manager)[0])
+    attached(manager, StockWeights).written = _changes(manager)[0]
     if getattr(manager, "initial_weights_loaded", True) is False:  # its server waits for weights before it is ready
         manager.initial_weights_loaded = True
 
@@ -50,9 +58,10 @@ def written(manager: TokenizerManager) -> None:
 def missing(manager: TokenizerManager) -> str:
     """Returns why the engine has no weights that may answer a request; empty if it has."""
     changes, last = _changes(manager)
-    if last or getattr(manager, _WRITTEN, 0) == changes or os.environ.get(SERVE_DUMMY) == "1":
+    stock = attached(manager, StockWeights)
+    if last or stock.written == changes or os.environ.get(SERVE_DUMMY) == "1":
         return ""
-    if not hasattr(manager, _CHANGES):
+    if stock.changes is None:
         return (
             "the engine started on dummy weights, and no update has brought others yet; update it, or set "
             f"{SERVE_DUMMY}=1 in its environment to serve dummy weights"
@@ -67,12 +76,11 @@ def told(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> Dis
 
 
 def _change(manager: TokenizerManager, last: bool) -> None:
-    setattr(manager, _CHANGES, (_changes(manager)[0] + 1, last))
+    attached(manager, StockWeights).changes = _changes(manager)[0] + 1, last
 
 
 def _changes(manager: TokenizerManager) -> tuple[int, bool]:
-    known: tuple[int, bool] | None = getattr(manager, _CHANGES, None)
-    if known is None:  # as the engine has started
-        dummy = getattr(manager.server_args, "load_format", "auto") == "dummy"
-        return (1, False) if dummy else (0, True)
-    return known
+    if (known := attached(manager, StockWeights).changes) is not None:
+        return known
+    dummy = getattr(manager.server_args, "load_format", "auto") == "dummy"  # as the engine has started
+    return (1, False) if dummy else (0, True)

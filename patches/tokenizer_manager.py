@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ from sglang_reshard.patches import (
     torn_weights,
     weights_info,
 )
+from sglang_reshard.patches.attached import attached
 from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqOutput
 from sglang_reshard.patches.schedulers import ask_schedulers, asked, is_answered, silence, together
 from sglang_reshard.patches.supported_engine import unreached, unsupported_reason
@@ -38,11 +39,11 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 logger = get_logger(__name__)
+T = TypeVar("T")
 Check = Callable[[DistributedUpdateWeightsOutput], DistributedUpdateWeightsOutput]
 _Outcome: TypeAlias = "asyncio.Future[DistributedUpdateWeightsOutput]"  # of an update, for its caller
 _NAME = "update_weights_distributed"
 _POLL_S = 0.02
-_TRAINERS = "_reshard_trainers"  # on the manager
 
 
 def apply() -> None:
@@ -100,17 +101,40 @@ async def run_update(
     outcome: _Outcome = asyncio.get_running_loop().create_future()
     update = asyncio.ensure_future(_run(self, request, _Caller(outcome, check)))
     update.add_done_callback(functools.partial(_tell, outcome))
-    with cancelling(self, update):
+    with _cancelling(self, update):
         return await asyncio.shield(outcome)
 
 
+async def update_by_server(
+    self: TokenizerManager, request: DistributedUpdateWeightsReq, check: Check | None = None
+) -> DistributedUpdateWeightsOutput:
+    """As `run_update`, of a request that the server itself makes: weights of the live version repair torn ones."""
+    if request.weight_version == sglang_versions.weight_version(self):
+        request = msgspec.structs.replace(request, weight_version=None)
+    return await observed(functools.partial(run_update, check=check))(self, request)
+
+
+def failed(self: TokenizerManager, error: ReshardError) -> DistributedUpdateWeightsOutput:
+    """Returns the outcome of a server's own update that has raised."""
+    torn = bool(torn_weights.reason(self))
+    return DistributedUpdateWeightsOutput(success=False, torn=torn, message=str(error))
+
+
+async def until_written(self: TokenizerManager, work: Coroutine[Any, Any, T]) -> T:
+    """Runs a server's own update. Cancels it if this call is cancelled, unless the schedulers write already."""
+    self.auto_create_handle_loop()
+    task = asyncio.ensure_future(work)
+    with _cancelling(self, task):
+        return await asyncio.shield(task)
+
+
 @contextlib.contextmanager
-def cancelling(self: TokenizerManager, task: asyncio.Future[Any]) -> Iterator[None]:
+def _cancelling(self: TokenizerManager, task: asyncio.Future[Any]) -> Iterator[None]:
     """Cancels the task if the block is cancelled, unless the schedulers write: then it goes on to their answer."""
     try:
         yield
     except asyncio.CancelledError:
-        if not weights_info.is_unanswered(self):
+        if not weights_info.of(self).unanswered:
             task.cancel()
         raise
 
@@ -228,9 +252,8 @@ async def _missing_patches(self: TokenizerManager, timeout_s: float) -> str:
 
 async def _missing_trainer(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> str:
     """Returns why an update would wait for its trainer; empty if it would not. Locks nothing."""
-    trainers = vars(manager).setdefault(_TRAINERS, TrainerPresence())
     try:
-        await asyncio.to_thread(trainers.find, request)
+        await asyncio.to_thread(attached(manager, TrainerPresence).find, request)
     except ReshardError as error:
         return str(error)
     return ""

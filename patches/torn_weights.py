@@ -13,18 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import metrics, sglang_versions
+from sglang_reshard.patches.attached import attached
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 logger = get_logger(__name__)
 
-_REASON = "_reshard_torn"
-_CONTINUING = "_reshard_continuing"  # number of continue_generation calls in progress
+
+@dataclass
+class Torn:
+    """Why the weights are torn, or empty; and the number of continue_generation calls in progress."""
+
+    reason: str = ""
+    continuing: int = 0
 
 
 def mark(manager: TokenizerManager, reason: str) -> None:
@@ -32,10 +39,11 @@ def mark(manager: TokenizerManager, reason: str) -> None:
     if not reason:
         raise ValueError("a reason for the torn weights is required")
     logger.error("The weights are torn; requests are refused until an update succeeds: %s", reason)
-    setattr(manager, _REASON, reason)
+    torn = attached(manager, Torn)
+    torn.reason = reason
     metrics.set_torn(manager, True)
     # A continue_generation call may have checked before this update began, and lift the pause after it.
-    if getattr(manager, _CONTINUING, 0) and manager.is_pause:
+    if torn.continuing and manager.is_pause:
         abort_all(manager)
 
 
@@ -43,23 +51,24 @@ def heal(manager: TokenizerManager) -> None:
     """Accepts requests again. Does nothing to an engine whose weights are sound."""
     if reason(manager):
         logger.warning("The weights are complete again; requests are served")
-    setattr(manager, _REASON, "")
+    attached(manager, Torn).reason = ""
     metrics.set_torn(manager, False)
 
 
 def reason(manager: TokenizerManager) -> str:
     """Returns why requests are refused; empty if the weights are sound."""
-    return getattr(manager, _REASON, "")
+    return attached(manager, Torn).reason
 
 
 @contextmanager
 def continuing(manager: TokenizerManager) -> Iterator[None]:
     """Around a call of continue_generation: it aborts the requests that it would let go on if weights become torn."""
-    setattr(manager, _CONTINUING, getattr(manager, _CONTINUING, 0) + 1)
+    torn = attached(manager, Torn)
+    torn.continuing += 1
     try:
         yield
     finally:
-        setattr(manager, _CONTINUING, getattr(manager, _CONTINUING) - 1)
+        torn.continuing -= 1
 
 
 def abort_all(manager: TokenizerManager) -> None:

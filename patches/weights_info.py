@@ -15,6 +15,7 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -23,6 +24,7 @@ from sglang_reshard.errors import EngineRefused
 from sglang_reshard.landings.checked.whole_model import with_versions
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import sglang_versions, stock_weights, torn_weights
+from sglang_reshard.patches.attached import attached
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
 from sglang_reshard.trace.kept import kept_versions
@@ -32,40 +34,32 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 logger = get_logger(__name__)
-_RUNNING = "_reshard_running"  # on the manager: describes the update in progress
-_UNANSWERED = "_reshard_unanswered"  # likewise, while the schedulers have been asked to write and have not answered
-_SHARES = "_reshard_shares"  # on the manager: tasks, each of which shares the weights with another engine, see `Share`
 _MAX_SHARES = 16
 # An update waits for another engine that reads the weights; seconds from when it begins to wait:
 _BEGIN_S = 2.0  # until the first of the other's engine ranks takes part, which it can at once
 _READ_S = 30.0  # until all of them have the weights
 _END_S = 5.0  # until one that was ended has ended
-_PUBLICATION = "_reshard_publication"  # on the manager: the latest that it holds or has held
-_LIVE = "_reshard_live"  # on the manager: request and output of the update that wrote the live weights
-_VERSIONS = "_reshard_versions"  # on the manager: parameter or part -> weight_version, where it is not the others'
-_OTHERS = "_reshard_others"  # on the manager: version of the others; empty where that is the engine's weight_version
-_WHOLE = "_reshard_whole_load"  # on the manager: SGLang's last load from disk has filled every parameter
-_MERGED = "_reshard_merged"  # on the manager: LoRA adapters that are merged into the live weights but those kept then
-_NONE_MERGED: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 _DRAFTS = "draft.*"
-_MANAGER = "sglang.srt.managers.tokenizer_manager"
 
 
-def apply() -> None:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+@dataclass
+class Record:
+    """Describes an engine's weights, and the update in progress."""
 
-    # The methods by which SGLang itself changes weights. Not all of its versions have all of them.
-    for method, around in {
-        "update_weights_from_disk": _around_load,
-        "update_weights_from_distributed": _around_update,
-        "update_weights_from_tensor": _around_update,
-        "update_weights_from_ipc": _around_update,
-        "begin_weight_update": _around_write,  # writes nothing itself
-        "release_memory_occupation": _around_release,
-    }.items():
-        if hasattr(TokenizerManager, method):
-            HookRegistry.register(f"{_MANAGER}.TokenizerManager.{method}", around, HookType.AROUND)
+    running: str = ""  # describes the update in progress
+    unanswered: str = ""  # likewise, while the schedulers have been asked to write and have not answered
+    shares: dict[asyncio.Task[None], Share] = field(default_factory=dict)  # each shares them with another engine
+    publication: int = 0  # the latest that the engine holds or has held, see `protocol.publication`
+    update: tuple[DistributedUpdateWeightsReq, DistributedUpdateWeightsOutput] | None = None  # that wrote them
+    versions: dict[str, str] = field(default_factory=dict)  # of parameters or parts, where it is not the others'
+    others: str = ""  # version of the others; empty where that is the engine's weight_version
+    whole_load: bool = False  # SGLang's last load from disk has filled every parameter of all engine ranks
+    merged: tuple[str, ...] = ()  # LoRA adapters that an update has merged into weights that may still be live
+    unmerged: tuple[str, ...] = ()  # parameters that the update has left which merged these
+
+
+def of(manager: TokenizerManager) -> Record:
+    return attached(manager, Record)
 
 
 def record(
@@ -75,50 +69,33 @@ def record(
 
     Returns the output with the versions of the parameters that the update has left, which its digest covers.
     """
-    before: dict[str, str] = getattr(manager, _VERSIONS, {})
-    now = getattr(manager, _OTHERS, "") or str(sglang_versions.weight_version(manager) or "")
+    live = of(manager)
+    now = live.others or str(sglang_versions.weight_version(manager) or "")
     left = [*output.kept, *([] if request.draft or not _has_drafts(manager) else [_DRAFTS])]
-    versions = kept_versions(left, before, now)
+    versions = kept_versions(left, live.versions, now)
     by_version = {v: tuple(n for n in versions if versions[n] == v) for v in dict.fromkeys(versions.values())}
     digest = with_versions(output.digest, versions)
     output = msgspec.structs.replace(output, kept_versions=by_version, digest=digest)
-    setattr(manager, _VERSIONS, versions)
-    setattr(manager, _OTHERS, "")
-    setattr(manager, _LIVE, (request, output))
-    unwritten = set(output.kept) - set(getattr(manager, _MERGED, _NONE_MERGED)[1])
-    if request.merged or not unwritten:
-        setattr(manager, _MERGED, (request.merged, output.kept))
-    set_publication(manager, max(request.publication, publication(manager)))
+    live.versions, live.others, live.update = versions, "", (request, output)
+    if request.merged or not set(output.kept) - set(live.unmerged):
+        live.merged, live.unmerged = request.merged, output.kept
+    live.publication = max(request.publication, live.publication)
     return output
-
-
-def merged(manager: TokenizerManager) -> tuple[str, ...]:
-    """Returns the LoRA adapters that an update has merged into weights that may still be live."""
-    found: tuple[str, ...] = getattr(manager, _MERGED, _NONE_MERGED)[0]
-    return found
 
 
 def _has_drafts(manager: TokenizerManager) -> bool:
     return bool(getattr(manager.server_args, "speculative_algorithm", None))
 
 
-def publication(manager: TokenizerManager) -> int:
-    """Returns the latest publication that the engine holds or has held, see `protocol.publication`; 0 if none."""
-    return int(getattr(manager, _PUBLICATION, 0))
-
-
-def set_publication(manager: TokenizerManager, number: int) -> None:
-    setattr(manager, _PUBLICATION, number)
-
-
 @contextmanager
 def running(manager: TokenizerManager, description: str) -> Iterator[None]:
     """Around an update: others are refused with the description, and weights are not shared."""
-    setattr(manager, _RUNNING, description)
+    live = of(manager)
+    live.running = description
     try:
         yield
     finally:
-        setattr(manager, _RUNNING, "")
+        live.running = ""
 
 
 @contextmanager
@@ -126,21 +103,18 @@ def unanswered(manager: TokenizerManager, description: str) -> Iterator[None]:
     """Around the wait for the schedulers that write: as `running`, and the client that requested the update may be
     gone.
     """
-    setattr(manager, _UNANSWERED, description)
+    live = of(manager)
+    live.unanswered = description
     try:
         yield
     finally:
-        setattr(manager, _UNANSWERED, "")
-
-
-def is_unanswered(manager: TokenizerManager) -> bool:
-    """Returns whether the schedulers write, as far as is known."""
-    return bool(getattr(manager, _UNANSWERED, ""))
+        live.unanswered = ""
 
 
 def under_way(manager: TokenizerManager) -> str:
     """Returns why no other update can begin: a description of the one in progress; empty if there is none."""
-    return getattr(manager, _RUNNING, "") or getattr(manager, _UNANSWERED, "")
+    live = of(manager)
+    return live.running or live.unanswered
 
 
 class Share(Protocol):
@@ -155,7 +129,7 @@ class Share(Protocol):
 
 def add_share(manager: TokenizerManager, task: asyncio.Task[None], share: Share) -> None:
     """Registers what reads the live weights until `task` ends. Raises EngineRefused if there are too many already."""
-    shares = _shares(manager)
+    shares = of(manager).shares
     if len(shares) >= _MAX_SHARES:
         raise EngineRefused(
             f"{len(shares)} other engines take the live weights already; pull later, or from another engine"
@@ -167,19 +141,15 @@ def add_share(manager: TokenizerManager, task: asyncio.Task[None], share: Share)
 async def unshared(manager: TokenizerManager) -> None:
     """Waits until no other engine reads the live weights. Ends those that have not begun soon, or take too long."""
     for seconds, has_time in ((_BEGIN_S, lambda share: share.has_begun()), (_READ_S - _BEGIN_S, lambda _: False)):
-        if not (shares := dict(_shares(manager))):
+        if not (shares := dict(of(manager).shares)):
             return
         await asyncio.wait(shares, timeout=seconds)
         late = [share for task, share in shares.items() if not task.done() and not has_time(share)]
         for share in late:
             logger.warning("a pull of the live weights is ended, because an update of them waits for it")
             await share.end()
-    if shares := dict(_shares(manager)):
+    if shares := dict(of(manager).shares):
         await asyncio.wait(shares, timeout=_END_S)
-
-
-def _shares(manager: TokenizerManager) -> dict[asyncio.Task[None], Share]:
-    return vars(manager).setdefault(_SHARES, {})
 
 
 def clear(manager: TokenizerManager, since: str = "an update by SGLang") -> None:
@@ -187,14 +157,9 @@ def clear(manager: TokenizerManager, since: str = "an update by SGLang") -> None
 
     Which ones is unknown, so all have a version that no other weights have, until an update writes them.
     """
-    _forget(manager)
-    setattr(manager, _MERGED, _NONE_MERGED)
-    setattr(manager, _VERSIONS, {})
-    setattr(manager, _OTHERS, _unknown(since))
-
-
-def _forget(manager: TokenizerManager) -> None:
-    setattr(manager, _LIVE, None)
+    live = of(manager)
+    live.update, live.versions, live.others = None, {}, _unknown(since)
+    live.merged = live.unmerged = ()
 
 
 def _unknown(since: str) -> str:
@@ -202,7 +167,7 @@ def _unknown(since: str) -> str:
 
 
 def current(manager: TokenizerManager) -> WeightsInfo:
-    torn_reason = torn_weights.reason(manager)
+    live, torn_reason = of(manager), torn_weights.reason(manager)
     now = WeightsInfo(
         version=str(sglang_versions.weight_version(manager) or ""),
         package_version=__version__,
@@ -212,15 +177,11 @@ def current(manager: TokenizerManager) -> WeightsInfo:
         under_way=bool(under_way(manager)),
         paused=bool(manager.is_pause),
         data_parallel_ranks=manager.server_args.dp_size,
-        publication=publication(manager),
+        publication=live.publication,
     )
-    live: tuple[DistributedUpdateWeightsReq, DistributedUpdateWeightsOutput] | None = getattr(manager, _LIVE, None)
-    return now if live is None or torn_reason else _with(now, *live)
-
-
-def _with(
-    now: WeightsInfo, request: DistributedUpdateWeightsReq, output: DistributedUpdateWeightsOutput
-) -> WeightsInfo:
+    if live.update is None or torn_reason:
+        return now
+    request, output = live.update
     return msgspec.structs.replace(
         now,
         digest=output.digest,
@@ -238,47 +199,43 @@ def _with(
 Stock = Callable[..., Awaitable[Any]]
 
 
-async def _around_write(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
+async def around_write(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
     """Forgets the live weights before, because they change while it runs, and after, because an update may have ended
     in between. Parameters that it does not write keep their versions.
     """
-    _forget(manager)  # from now on they are not shared with another engine
+    live = of(manager)
+    live.update = None  # from now on they are not shared with another engine
     await unshared(manager)
     try:
         return await stock(manager, *args, **kwargs)
     finally:
-        _forget(manager)
+        live.update = None
 
 
-async def _around_update(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
+async def around_update(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
     outcome = await _rewritten(stock, manager, *args, **kwargs)
     if _succeeded(outcome):
         stock_weights.written(manager)
     return outcome
 
 
-async def _around_load(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
+async def around_load(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
     """A load of all weights, see `disk_loads`, gives them the version that it names. A draft may not have found its own
     weights there.
     """
-    setattr(manager, _WHOLE, False)
+    live = of(manager)
+    live.whole_load = False
     outcome = await _rewritten(stock, manager, *args, **kwargs)
     named = (args[0] if args else kwargs["obj"]).weight_version is not None
-    if _succeeded(outcome) and named and getattr(manager, _WHOLE):
-        setattr(manager, _VERSIONS, {_DRAFTS: _unknown("a load from disk")})
-        setattr(manager, _OTHERS, "")
+    if _succeeded(outcome) and named and live.whole_load:
+        live.versions, live.others = {_DRAFTS: _unknown("a load from disk")}, ""
     return outcome
-
-
-def note_whole_load(manager: TokenizerManager) -> None:
-    """Notes that SGLang's load from disk, which is about to end, has filled every parameter of all engine ranks."""
-    setattr(manager, _WHOLE, True)
 
 
 async def _rewritten(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
     clear(manager)
     try:
-        return await _around_write(stock, manager, *args, **kwargs)
+        return await around_write(stock, manager, *args, **kwargs)
     finally:
         clear(manager)
 
@@ -287,7 +244,7 @@ def _succeeded(outcome: Any) -> bool:
     return isinstance(outcome, tuple) and bool(outcome) and outcome[0] is True  # and then a message
 
 
-async def _around_release(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
+async def around_release(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
     """Raises EngineRefused while an update runs: SGLang unmaps weights, which a staged update reads, without a wait."""
     tags = (args[0] if args else kwargs["obj"]).tags
     releases_weights = not tags or "weights" in tags  # no tags mean all
@@ -299,7 +256,7 @@ async def _around_release(stock: Stock, manager: TokenizerManager, *args: Any, *
             stock_weights.released(manager)
             return await stock(*args, **kwargs)
 
-        return await _around_write(unless_updated, manager, *args, **kwargs)
+        return await around_write(unless_updated, manager, *args, **kwargs)
     return await stock(manager, *args, **kwargs)
 
 

@@ -9,7 +9,6 @@ While weights are shared, requests are served; what writes or releases weights w
 from __future__ import annotations
 
 import asyncio
-import functools
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,10 +21,9 @@ from sglang_reshard.errors import EngineRefused, ReshardError, TornWeights, Unsu
 from sglang_reshard.extras.replicas import peers
 from sglang_reshard.extras.replicas.pull import pull as pull_from
 from sglang_reshard.extras.replicas.share import has_begun, wait_until_shared
-from sglang_reshard.patches import sglang_versions, torn_weights, weights_info
+from sglang_reshard.patches import torn_weights, weights_info
 from sglang_reshard.patches.schedulers import ask_schedulers
-from sglang_reshard.patches.tokenizer_manager import cancelling, run_update
-from sglang_reshard.patches.update_observer import observed
+from sglang_reshard.patches.tokenizer_manager import failed, until_written, update_by_server
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
@@ -119,12 +117,9 @@ async def pull(manager: TokenizerManager, request: PullWeightsReq) -> Distribute
 
     Ends when it is cancelled, unless the schedulers write already.
     """
-    manager.auto_create_handle_loop()
     if refusal := peers.refusal(request.url) or weights_info.under_way(manager):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
-    task = asyncio.ensure_future(_pull(manager, request))
-    with cancelling(manager, task):
-        return await asyncio.shield(task)
+    return await until_written(manager, _pull(manager, request))
 
 
 async def _pull(manager: TokenizerManager, request: PullWeightsReq) -> DistributedUpdateWeightsOutput:
@@ -141,9 +136,7 @@ async def _pull(manager: TokenizerManager, request: PullWeightsReq) -> Distribut
             return msgspec.structs.replace(output, success=False, torn=True, message=message)
 
         asked = msgspec.structs.replace(asked, publication=shared.publication)
-        if asked.weight_version == sglang_versions.weight_version(manager):
-            asked = msgspec.structs.replace(asked, weight_version=None)
-        return await observed(functools.partial(run_update, check=unchanged))(manager, asked)
+        return await update_by_server(manager, asked, unchanged)
 
     with weights_info.running(
         manager, f"weights of {request.url} are being pulled; repeat this when the pull has ended"
@@ -151,8 +144,7 @@ async def _pull(manager: TokenizerManager, request: PullWeightsReq) -> Distribut
         try:
             return await pull_from(request, update)
         except ReshardError as error:
-            torn = bool(torn_weights.reason(manager))
-            return DistributedUpdateWeightsOutput(success=False, torn=torn, message=str(error))
+            return failed(manager, error)
 
 
 def engine_interface(manager: TokenizerManager, interface: str) -> str:

@@ -51,14 +51,12 @@ def look() -> dict[str, Any]:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
-    from sglang.srt.managers.tp_worker import BaseTpWorker
-    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.server_args import ServerArgs
 
     from sglang_reshard.patches import hook_check
 
-    extended = (Engine, TokenizerControlMixin, Scheduler, BaseTpWorker, ModelRunner)
+    extended = (Engine, TokenizerControlMixin, Scheduler)
     seen = {
         "version": metadata.version("sglang"),
         "missing": hook_check.missing_hooks(),

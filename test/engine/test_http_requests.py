@@ -189,12 +189,13 @@ def test_a_cache_that_cannot_be_flushed_after_the_write_is_no_failure_that_left_
     monkeypatch.setattr(scheduler, "_refusal", lambda *_: "")
     monkeypatch.setattr(scheduler, "_flush_cache", not_flushed)
     monkeypatch.setattr(scheduler, "engine_rank", lambda _: (0, 1))
-    worker = SimpleNamespace(
-        model_runner=None, update_weights_distributed=lambda *_: Output(success=True, message="written")
-    )
+    written = Output(success=True, message="written")
+    monkeypatch.setattr(scheduler.model_runner, "update_weights_distributed", lambda *_: written)
     asked = msgspec.structs.replace(REQUEST, draft=False, weight_version=None)
     envelope = io_struct.UpdateWeightsDistributedReqInput.of(asked, "update")
-    answer = scheduler.update_weights_distributed(SimpleNamespace(tp_worker=worker), envelope).open()
+    answer = scheduler.update_weights_distributed(
+        SimpleNamespace(tp_worker=SimpleNamespace(model_runner=None)), envelope
+    ).open()
     assert (answer.success, answer.torn) == (False, True)
     assert "the cache was not flushed" in answer.message
 

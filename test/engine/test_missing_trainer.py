@@ -49,7 +49,7 @@ def test_the_engine_serves_on(engines, kind, paused, options, request):
     async def scenario():
         engine = engines.Engine()
         engine.is_pause = paused
-        del engine._reshard_trainers
+        del engine._reshard_trainerpresence
         aborted = []
         engine.abort_request = lambda **options: aborted.append(options)
         update = asyncio.ensure_future(engine.update_weights_distributed(asked))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput as Output
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, StockLoadReq
 from support.scenarios import run
 from support.snapshot_writer import write
 
@@ -124,8 +125,9 @@ def test_without_memory_for_both_it_is_received_in_place(engine_class, folder):
         engine = engine_class(answer)
         assert (await load(engine, request(folder, 2)))[1]["success"]
         assert [envelope.step for envelope in engine.asked] == ["stage", "update"]
-        assert engine.asked[-1].open().transport == "disk"
-        assert engine.asked[-1].open().address != engine.asked[0].open().address, "a session of its own"
+        first, last = (engine.asked[n].open(DistributedUpdateWeightsReq) for n in (0, -1))
+        assert last.transport == "disk"
+        assert first.address != last.address, "a session of its own"
 
     run(scenario())
 
@@ -190,12 +192,12 @@ def test_a_load_of_sglangs_own_counts_for_what_it_has_done_on_all_ranks(engine_c
         asked = []
 
         async def communicator(envelope):
-            asked.append(envelope.open_loaded())
+            asked.append(envelope.open(StockLoadReq))
             return [io_struct.UpdateWeightsDistributedReqOutput.of(output) for output in replicas]
 
         engine.update_weights_distributed_communicator = communicator
         load = SimpleNamespace(weight_version=None)
-        success, message, _ = await disk_loads._update_from_disk(stock_load, engine, load)
+        success, message, _ = await disk_loads.update_from_disk(stock_load, engine, load)
         found = request_gate.refusal(engine)
         state = {type(None): "sound", **{kind: name for kind, name in KINDS}}[type(found)]
         assert state == (before if after == "as before" else after)

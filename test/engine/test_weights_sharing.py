@@ -137,7 +137,7 @@ def test_a_share_that_is_not_answered_holds_up_no_update(patches, manager, monke
         started = time.monotonic()
         await patches.weights_info.unshared(manager)
         assert time.monotonic() - started < 10
-        assert not patches.weights_info._shares(manager)
+        assert not patches.weights_info.of(manager).shares
         if mailbox is not None:
             assert mailbox.is_lost, "it is told that there will be nothing"
             await asyncio.to_thread(mailbox.close)

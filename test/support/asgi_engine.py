@@ -17,8 +17,10 @@ from sglang.srt.utils.aio_rwlock import RWLock
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_reshard.patches import http_server, io_struct, tokenizer_manager, torn_weights, weights_info
+from sglang_reshard.patches.attached import attached
+from sglang_reshard.patches.hook_check import Checked
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput as Output
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, StockLoadReq
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, ShareWeightsReq, StockLoadReq
 from sglang_reshard.protocol.validation import check_request
 
 ADMIN_KEY = "the-admin-key"
@@ -81,8 +83,8 @@ class Engine:
             model_path="model",
         )
         self.model_config = SimpleNamespace(dtype="torch.float32")
-        self._reshard_checked = True
-        self._reshard_trainers = SimpleNamespace(find=lambda _request: None)  # requests come without one
+        attached(self, Checked).schedulers = True
+        self._reshard_trainerpresence = SimpleNamespace(find=lambda _request: None)  # requests come without one
         self.app = FastAPI()
         http_server._add_routes(self.app, self)
         self.app.add_middleware(http_server.RefusalMiddleware, manager=self)
@@ -121,12 +123,12 @@ class Engine:
         await self.answers.wait()
         try:
             if envelope.step == "loaded":
-                output = self.loaded(envelope.open_loaded())
+                output = self.loaded(envelope.open(StockLoadReq))
             elif envelope.step == "share":
-                envelope.open_share()
+                envelope.open(ShareWeightsReq)
                 output = Output(success=False, message="not shared")
             else:
-                check_request(request := envelope.open())
+                check_request(request := envelope.open(DistributedUpdateWeightsReq))
                 output = self.answer(request)
         except Exception as error:
             output = Output(success=False, message=f"{type(error).__name__}: {error}")

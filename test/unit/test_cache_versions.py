@@ -20,7 +20,7 @@ def request(key=None, pool=None):
 
 
 def marked(it):
-    cache_versions._mark(it)
+    cache_versions.mark(it)
     return it.extra_key
 
 

@@ -21,6 +21,7 @@ from sglang_reshard.gpu.runtime import CudaRuntime, use
 from sglang_reshard.landings.shadow import check_room
 from sglang_reshard.observability.peak_memory import PeakMemory
 from sglang_reshard.patches import model_runner
+from sglang_reshard.patches.attached import attached
 from sglang_reshard.patches.draft_models import Drafts
 from support.gpu_runtime import replaced_runtime
 from support.toy import ToyRank, checkpoint
@@ -216,7 +217,8 @@ def test_whatever_the_gpu_does_has_ended_before_live_weights_are_written(noting:
         return "output"
 
     receiver = SimpleNamespace(update=write, commit=write)
-    runner = SimpleNamespace(model=torch.nn.Linear(1, 1), _reshard_receiver=receiver, _reshard_drafts=[])
+    runner = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    attached(runner, model_runner.Updated).receiver = receiver
     assert model_runner.update_weights_distributed(runner, SimpleNamespace(lora=None), step, "", Drafts([])) == "output"
     assert noting.noted == ["synchronize", "written"]
 

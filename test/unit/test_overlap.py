@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.routes.wire.overlap import Written, written_once
+from sglang_reshard.memory.overlap import Written, written_once
 
 
 def never(a, b):

@@ -197,7 +197,7 @@ def test_a_refusal_becomes_503_whatever_the_endpoint_makes_of_it():
     of = manager("half of update 7")
 
     async def raises(scope, receive, send):
-        request_gate._refuse_on_arrival(of)
+        request_gate.refuse_on_arrival(of)
 
     async def in_a_stream(scope, receive, send):
         await send(start())
@@ -205,7 +205,7 @@ def test_a_refusal_becomes_503_whatever_the_endpoint_makes_of_it():
 
     async def says_500(scope, receive, send):
         with pytest.raises(TornWeights):
-            request_gate._refuse_on_arrival(of)
+            request_gate.refuse_on_arrival(of)
         await send(start(500))
         await send(body(b"something"))
 
@@ -221,7 +221,7 @@ def test_a_stream_that_has_begun_is_broken_off():
         await send(start())
         await send(body(b"tokens", more=True))
         torn_weights.mark(of, "half of update 7")
-        request_gate._refuse_on_arrival(of)
+        request_gate.refuse_on_arrival(of)
 
     statuses, data, error = asked(endpoint, of)
     assert (statuses, data) == ([200], b"tokens")

@@ -30,8 +30,8 @@ class Receiver:
 def test_receivers_are_told_before_the_memory_saver_releases_weights(monkeypatch, told, tag, released):
     receivers = [Receiver(fails=True), Receiver()]
     monkeypatch.setattr(model_runner, "receivers", receivers)
-    memory_saver._before_pause(object(), tag=tag)
-    memory_saver._before_pause(object(), tag)
+    memory_saver.before_pause(object(), tag=tag)
+    memory_saver.before_pause(object(), tag)
     assert [receiver.released for receiver in receivers] == [2 * released] * 2
     assert len([r for r in told.records if "could not be dropped before" in r.message]) == 2 * released
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ def manager(load_format="dummy", status=UP, **more):
 
 
 def release(it):
-    asyncio.run(weights_info._around_release(stock, it, SimpleNamespace(tags=["weights"])))
+    asyncio.run(weights_info.around_release(stock, it, SimpleNamespace(tags=["weights"])))
 
 
 async def stock(*_, **__):
@@ -39,9 +40,9 @@ def kind(it):
 def test_an_engine_on_dummy_weights_refuses_until_an_update_has_written():
     it = manager()
     with pytest.raises(WeightsMissing, match="started on dummy weights"):
-        request_gate._refuse_on_arrival(it)
+        request_gate.refuse_on_arrival(it)
     stock_weights.written(it)
-    request_gate._refuse_on_arrival(it)
+    request_gate.refuse_on_arrival(it)
 
 
 def test_an_engine_with_a_checkpoint_refuses_once_it_has_released_its_weights():
@@ -49,7 +50,7 @@ def test_an_engine_with_a_checkpoint_refuses_once_it_has_released_its_weights():
     assert request_gate.refusal(it) is None
     release(it)
     with pytest.raises(WeightsMissing, match="has released its weights"):
-        request_gate._refuse_on_arrival(it)
+        request_gate.refuse_on_arrival(it)
     stock_weights.written(it)
     assert request_gate.refusal(it) is None
     release(it)
@@ -58,15 +59,15 @@ def test_an_engine_with_a_checkpoint_refuses_once_it_has_released_its_weights():
 
 def test_updates_of_sglang_bring_weights_if_they_succeed():
     it = manager()
-    asyncio.run(weights_info._around_update(fails, it))
+    asyncio.run(weights_info.around_update(fails, it))
     assert kind(it) is WeightsMissing
-    asyncio.run(weights_info._around_update(stock, it))
+    asyncio.run(weights_info.around_update(stock, it))
     assert request_gate.refusal(it) is None
 
 
 def test_a_session_of_sglang_that_only_begins_brings_none():
     it = manager()
-    asyncio.run(weights_info._around_write(stock, it))
+    asyncio.run(weights_info.around_write(stock, it))
     assert kind(it) is WeightsMissing
 
 
@@ -83,18 +84,19 @@ def test_torn_weights_come_before_missing_ones():
     assert kind(it) is WeightsMissing
 
 
-@pytest.mark.parametrize("waits", [{"is_pause": True}, {weights_info._RUNNING: "update 1"}])
-def test_requests_that_wait_for_an_update_are_refused_only_if_it_brings_nothing(waits):
-    it = manager(**waits, rid_to_state={"r": None})
-    request_gate._refuse_on_arrival(it)
+@pytest.mark.parametrize("paused", [True, False])
+def test_requests_that_wait_for_an_update_are_refused_only_if_it_brings_nothing(paused):
+    it = manager(is_pause=paused, rid_to_state={"r": None})
+    with nullcontext() if paused else weights_info.running(it, "update 1"):
+        request_gate.refuse_on_arrival(it)
     with pytest.raises(WeightsMissing):
-        request_gate._refuse_registered(it, SimpleNamespace(rid="r"))
+        request_gate.refuse_registered(it, SimpleNamespace(rid="r"))
     assert it.rid_to_state == {}
 
 
 def requesting(it):
     async def endpoint(_scope, _receive, send):
-        request_gate._refuse_on_arrival(it)
+        request_gate.refuse_on_arrival(it)
         for message in (start(), body(b"token")):
             await send(message)
 
@@ -116,7 +118,7 @@ def test_the_first_request_of_a_server_that_starts_passes():
     it = manager(status=STARTING)
     assert asked(requesting(it), it) == ([200], b"token", None)
     with pytest.raises(WeightsMissing):  # not by HTTP: an embedded engine's status stays as it is
-        request_gate._refuse_on_arrival(it)
+        request_gate.refuse_on_arrival(it)
 
 
 def test_a_server_that_waits_for_weights_before_it_is_ready_is_told_of_them():

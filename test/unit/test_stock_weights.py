@@ -23,7 +23,7 @@ async def stock(*_, **__):
 
 
 def release(it, *tags):
-    asyncio.run(weights_info._around_release(stock, it, SimpleNamespace(tags=list(tags))))
+    asyncio.run(weights_info.around_release(stock, it, SimpleNamespace(tags=list(tags))))
 
 
 @pytest.mark.parametrize(("load_format", "first"), [("auto", (0, True)), ("dummy", (1, False))])

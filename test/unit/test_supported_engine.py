@@ -81,14 +81,14 @@ def test_it_is_said_when_processes_are_launched(told: pytest.LogCaptureFixture, 
     """SGLang hands on the arguments either way."""
     args = arguments(use_ray=True)
     if call == "by position":
-        engine._check_arguments(SimpleNamespace, args, "ports")
+        engine.check_arguments(SimpleNamespace, args, "ports")
     else:
-        engine._check_arguments(SimpleNamespace, server_args=args, port_args="ports")
+        engine.check_arguments(SimpleNamespace, server_args=args, port_args="ports")
     (message,) = told.messages
     assert "use_ray" in message
 
 
 def test_arguments_that_nobody_understands_do_not_keep_an_engine_from_starting(told: pytest.LogCaptureFixture) -> None:
-    engine._check_arguments(SimpleNamespace, object())
+    engine.check_arguments(SimpleNamespace, object())
     (message,) = told.messages
     assert "its first update will show it" in message

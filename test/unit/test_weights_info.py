@@ -94,13 +94,13 @@ def test_a_pause_is_told(manager):
 
 
 def test_an_update_by_others_is_forgotten_at_once_and_for_good(manager):
-    meanwhile = asyncio.run(weights_info._around_write(succeeds, manager, "obj"))
+    meanwhile = asyncio.run(weights_info.around_write(succeeds, manager, "obj"))
     assert meanwhile == weights_info.current(manager) == NOTHING
 
 
 def test_an_update_by_others_that_failed_may_have_written(manager):
     with pytest.raises(RuntimeError):
-        asyncio.run(weights_info._around_write(fails, manager, "obj"))
+        asyncio.run(weights_info.around_write(fails, manager, "obj"))
     assert weights_info.current(manager) == NOTHING
 
 
@@ -108,7 +108,7 @@ def test_one_of_ours_that_ends_before_theirs_is_forgotten_too(manager):
     async def overlaps(manager, *_):
         weights_info.record(manager, REQUEST, OUTPUT)
 
-    asyncio.run(weights_info._around_write(overlaps, manager, "obj"))
+    asyncio.run(weights_info.around_write(overlaps, manager, "obj"))
     assert weights_info.current(manager) == NOTHING
 
 
@@ -116,7 +116,7 @@ def test_one_of_ours_that_ends_before_theirs_is_forgotten_too(manager):
     ("tags", "left"), [(None, NOTHING), (["weights"], NOTHING), ([], NOTHING), (["kv_cache"], ALL)]
 )
 def test_weights_that_are_released_are_nobody_s(manager, tags, left):
-    asyncio.run(weights_info._around_release(succeeds, manager, SimpleNamespace(tags=tags)))
+    asyncio.run(weights_info.around_release(succeeds, manager, SimpleNamespace(tags=tags)))
     assert weights_info.current(manager) == left
 
 
@@ -130,10 +130,10 @@ def test_weights_are_not_released_while_an_update_runs(manager, state):
 
     with state(manager, "update 8 is running; repeat this one when it has ended"):
         with pytest.raises(EngineRefused, match="cannot be released: update 8 is running; repeat this one when it has"):
-            asyncio.run(weights_info._around_release(release, manager, SimpleNamespace(tags=["weights"])))
+            asyncio.run(weights_info.around_release(release, manager, SimpleNamespace(tags=["weights"])))
         assert not asked
-        asyncio.run(weights_info._around_release(release, manager, SimpleNamespace(tags=["kv_cache"])))
-    asyncio.run(weights_info._around_release(release, manager, SimpleNamespace(tags=["weights"])))
+        asyncio.run(weights_info.around_release(release, manager, SimpleNamespace(tags=["kv_cache"])))
+    asyncio.run(weights_info.around_release(release, manager, SimpleNamespace(tags=["weights"])))
     assert asked == ["schedulers"] * 2
 
 
@@ -144,7 +144,7 @@ def test_weights_are_not_released_if_an_update_begins_while_others_take_them(man
     async def both():
         other = Other(begun=True, seconds=0.1, order=[])
         weights_info.add_share(manager, other.task, other)
-        releasing = asyncio.create_task(weights_info._around_release(release, manager, SimpleNamespace(tags=[])))
+        releasing = asyncio.create_task(weights_info.around_release(release, manager, SimpleNamespace(tags=[])))
         await asyncio.sleep(0)
         with weights_info.running(manager, "update 8 is running"), pytest.raises(EngineRefused, match="update 8"):
             await releasing
@@ -195,7 +195,7 @@ def test_what_writes_waits_until_the_weights_are_no_longer_shared_but_not_for_lo
     async def both():
         other = Other(begun, seconds, found)
         weights_info.add_share(manager, other.task, other)
-        await asyncio.wait_for(weights_info._around_write(write, manager), 5)
+        await asyncio.wait_for(weights_info.around_write(write, manager), 5)
         assert other.task.done()
 
     asyncio.run(both())
@@ -240,7 +240,7 @@ def test_merged_adapters_are_in_the_weights_until_these_are_written_again(manage
     def after(merged, kept=()):
         request = msgspec.structs.replace(REQUEST, merged=merged)
         weights_info.record(manager, request, msgspec.structs.replace(OUTPUT, kept=kept))
-        return weights_info.merged(manager)
+        return weights_info.of(manager).merged
 
     assert after(("default",), ("tower",)) == ("default",)
     assert after((), ("tower", "layer")) == ("default",)
@@ -248,7 +248,7 @@ def test_merged_adapters_are_in_the_weights_until_these_are_written_again(manage
     assert after((), ("tower", "layer")) == ()
     assert after(("default",)) == ("default",)
     weights_info.clear(manager)
-    assert weights_info.merged(manager) == ()
+    assert weights_info.of(manager).merged == ()
 
 
 def test_parts_of_parameters_that_updates_leave_keep_their_version(manager):
@@ -281,7 +281,7 @@ async def updates(manager, obj):
     if obj.success and obj.weight_version is not None:
         manager.server_args.weight_version = obj.weight_version
     if obj.whole:
-        weights_info.note_whole_load(manager)
+        weights_info.of(manager).whole_load = True
     return obj.success, "message"
 
 
@@ -293,19 +293,19 @@ def by_sglang(manager, around, version, success=True, whole=False):
 
 def test_what_sglang_loads_from_disk_is_of_its_version(manager):
     left(manager, "43", ["a"])
-    by_sglang(manager, weights_info._around_load, "from disk", whole=True)
+    by_sglang(manager, weights_info.around_load, "from disk", whole=True)
     assert left(manager, "44", ["a"]) == {"from disk": ("a",)}
 
 
 @pytest.mark.parametrize(
     ("around", "version", "success"),
     [
-        (weights_info._around_update, "44", True),  # of some tensors: of which ones is unknown
-        (weights_info._around_update, None, True),
-        (weights_info._around_update, "44", False),
-        (weights_info._around_load, None, True),  # the engine's version is that of the weights before
-        (weights_info._around_load, "44", False),  # it may have written some
-        (weights_info._around_load, "44", True),  # the folder may lack some
+        (weights_info.around_update, "44", True),  # of some tensors: of which ones is unknown
+        (weights_info.around_update, None, True),
+        (weights_info.around_update, "44", False),
+        (weights_info.around_load, None, True),  # the engine's version is that of the weights before
+        (weights_info.around_load, "44", False),  # it may have written some
+        (weights_info.around_load, "44", True),  # the folder may lack some
     ],
 )
 def test_what_sglang_may_have_written_is_of_no_known_version(manager, around, version, success):
@@ -323,7 +323,7 @@ def test_what_sglang_may_have_written_is_of_no_known_version(manager, around, ve
 def test_equal_digests_are_of_equal_weights_whatever_sglang_wrote(manager):
     def digest_after_sglang_wrote(_tensors):
         left(manager, "7")
-        by_sglang(manager, weights_info._around_update, "8")
+        by_sglang(manager, weights_info.around_update, "8")
         return weights_info.record(manager, REQUEST, msgspec.structs.replace(OUTPUT, digest="ff", kept=("a",))).digest
 
     assert digest_after_sglang_wrote(["a"]) != digest_after_sglang_wrote(["b"])
@@ -332,7 +332,7 @@ def test_equal_digests_are_of_equal_weights_whatever_sglang_wrote(manager):
 def test_a_load_may_not_have_reached_the_draft(manager):
     manager.server_args.speculative_algorithm = "EAGLE"
     left(manager, "43", ["a"])
-    by_sglang(manager, weights_info._around_load, "from disk", whole=True)
+    by_sglang(manager, weights_info.around_load, "from disk", whole=True)
     found = left(manager, "44", ["a"], draft=False)
     assert found.pop("from disk") == ("a",)
     assert [*found.values()] == [("draft.*",)]
@@ -344,9 +344,9 @@ def test_what_writes_nothing_leaves_versions_as_they_are(manager, session):
     """Memory that SGLang backs up has the same weights when it is resumed."""
     left(manager, "43", ["a"])
     if session:
-        asyncio.run(weights_info._around_write(succeeds, manager))
+        asyncio.run(weights_info.around_write(succeeds, manager))
     else:
-        asyncio.run(weights_info._around_release(succeeds, manager, SimpleNamespace(tags=["weights"])))
+        asyncio.run(weights_info.around_release(succeeds, manager, SimpleNamespace(tags=["weights"])))
     assert left(manager, "44", ["a", "b"]) == {"42": ("a",), "43": ("b",)}
 
 

@@ -28,7 +28,7 @@ _MAX_RATIO = 8.0  # how many times a region's bytes are read at most
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ReadSlice:
     """A slice of a message, of `count` elements.
 
     runs, shard, address  the runs to read, their shard, and its address
@@ -47,7 +47,7 @@ class Part:
 class ReadMessage:
     """The reads from one rank at once, into `in_place` if there is such memory, else into a bucket."""
 
-    parts: list[Part]
+    parts: list[ReadSlice]
     nbytes: int
     in_place: torch.Tensor | None
 
@@ -134,7 +134,7 @@ class ReadLink:
                     offset += sum(a * s for a, s in zip(piece.box.start, strides, strict=True))
                 runs = plan_runs(count, strides, item_bytes, descriptor_bytes, ratio)
                 shard = shard_of(tensor)
-                parts.append(Part(piece, count, runs, shard, shard.address + offset * item_bytes, end))
+                parts.append(ReadSlice(piece, count, runs, shard, shard.address + offset * item_bytes, end))
                 end = aligned(end + runs.total_bytes)
             in_place = None if device is None else link.in_place(message, device)
             if in_place is not None and not parts[0].runs.is_row_major(parts[0].count):
@@ -142,7 +142,7 @@ class ReadLink:
             messages.append(ReadMessage(parts, 0 if in_place is not None else end, in_place))
         return cls(link, messages, [tensor for tensor, _ in entries])
 
-    def add_copies(self, copies: CopyList, part: Part, buffer: torch.Tensor) -> None:
+    def add_copies(self, copies: CopyList, part: ReadSlice, buffer: torch.Tensor) -> None:
         """Adds the copies of a part from the buffer that it was read into to where it belongs."""
         dtype = self.link.dtypes[part.slice.item]
         data = buffer[part.offset : part.offset + part.runs.total_bytes].view(dtype)

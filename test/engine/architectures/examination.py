@@ -135,9 +135,9 @@ def answer_for_ranks(ranks: int, write: Callable[[Path], None], found: Callable[
 
 def remember_modules() -> None:
     """As the plugin does in an engine."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    repacking.apply()
+    HookRegistry.register("sglang.srt.model_loader.loader._initialize_model", repacking.remember, HookType.AFTER)
     HookRegistry.apply_hooks()
 
 

@@ -77,11 +77,12 @@ def updated(root: Path, name: str, rank: int) -> dict[str, Any]:
     """Starts on dummy weights, with the hook that an engine has, and updates to both checkpoints."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_reshard.patches import engine_start
 
-    engine_start.apply()
+    randomize = "sglang.srt.model_loader.loader.initialize_dummy_weights"
+    HookRegistry.register(randomize, engine_start.randomize, HookType.AROUND)
     HookRegistry.apply_hooks()
     folders = [folder_of(root, name, seed) for seed in SEEDS]
     model = built(str(folders[0]), True, {"tp_size": TP, "tp_rank": rank})

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.names import matches_any
+from sglang_reshard.memory.overlap import Written, written_once
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
-from sglang_reshard.routes.wire.overlap import Written, written_once
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.sources.versions import VersionCounters
 from sglang_reshard.trace.may_stay import MayStay

@@ -14,8 +14,8 @@ import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import LocalRegion, Region
+from sglang_reshard.memory.overlap import Written, written_once
 from sglang_reshard.plan import RankLocation, ReadPlan, TensorIndex, plan_reads
-from sglang_reshard.routes.wire.overlap import Written, written_once
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.sources import SourceTensor, TrainerState
 from sglang_reshard.trace.casts import check_cast

@@ -1,0 +1,76 @@
+"""Registers the hooks of this package in SGLang's own registry. See docs/hooks.md for the reason of each.
+
+A hook before a target gets its arguments, one after it the result, too, and one around it the target itself.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+
+
+def register() -> None:
+    """Registers all of them: SGLang applies hooks once all plugins are loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_reshard.patches import (
+        cache_versions,
+        disk_loads,
+        engine,
+        engine_start,
+        http_server,
+        memory_saver,
+        metrics,
+        model_runner,
+        repacking,
+        request_gate,
+        scheduler,
+        weights_info,
+    )
+
+    manager = "managers.tokenizer_manager.TokenizerManager"
+    mixin = "managers.tokenizer_control_mixin.TokenizerControlMixin"
+    memory_saver_adapter = "utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal"
+    before = (
+        # Every start of an engine calls one of these: Ray's only the second, the Rust server's only the first.
+        ("entrypoints.engine.Engine._launch_scheduler_processes", engine.check_arguments),
+        ("entrypoints.engine.Engine._launch_detokenizer_subprocesses", engine.check_arguments),
+        (f"{manager}._init_req_state", request_gate.refuse_on_arrival),
+        (f"{manager}._validate_and_resolve_lora", request_gate.refuse_registered),
+        (f"{manager}._send_one_request", request_gate.refuse_registered),
+        (f"{manager}._send_batch_request", request_gate.refuse_registered),
+        ("managers.schedule_batch.Req.init_next_round_input", cache_versions.mark),
+        (f"{memory_saver_adapter}.pause", memory_saver.before_pause),
+    )
+    after = (
+        ("model_loader.loader._initialize_model", repacking.remember),
+        ("model_executor.model_runner.ModelRunner.load_model", model_runner.remember),
+        ("managers.scheduler.Scheduler.init_request_dispatcher", scheduler.dispatch),
+        ("managers.scheduler.Scheduler.get_internal_state", scheduler.report_version),
+        # By then SGLang has set up its own metrics. A hook on the server's module would import it, and FastAPI with it,
+        # in every scheduler; a process that may be a server has a tokenizer manager.
+        (f"{mixin}.init_communicators", lambda _result, manager, *_, **__: metrics.initialize(manager)),
+        (f"{mixin}.init_communicators", http_server.extend),
+    )
+    around = (
+        ("model_loader.loader.initialize_dummy_weights", engine_start.randomize),
+        ("model_loader.loader.DefaultModelLoader.load_weights_and_postprocess", disk_loads.note_load),
+        (f"{manager}._wait_for_model_update_from_disk", disk_loads.update_from_disk),
+        (f"{manager}.continue_generation", request_gate.continue_generation),
+    )
+    if_there = (  # not all versions of SGLang have all of them
+        # SGLang's own updates set the version, too.
+        (HookType.AFTER, mixin, "_update_weight_version_if_provided", metrics.version_changed),
+        # The methods by which SGLang itself changes weights.
+        (HookType.AROUND, manager, "update_weights_from_disk", weights_info.around_load),
+        (HookType.AROUND, manager, "update_weights_from_distributed", weights_info.around_update),
+        (HookType.AROUND, manager, "update_weights_from_tensor", weights_info.around_update),
+        (HookType.AROUND, manager, "update_weights_from_ipc", weights_info.around_update),
+        (HookType.AROUND, manager, "begin_weight_update", weights_info.around_write),  # writes nothing itself
+        (HookType.AROUND, manager, "release_memory_occupation", weights_info.around_release),
+    )
+    for kind, hooks in ((HookType.BEFORE, before), (HookType.AFTER, after), (HookType.AROUND, around)):
+        for target, hook in hooks:
+            HookRegistry.register(f"sglang.srt.{target}", hook, kind)
+    for kind, owner, method, hook in if_there:
+        if hasattr(pkgutil.resolve_name(f"sglang.srt.{owner}"), method):
+            HookRegistry.register(f"sglang.srt.{owner}.{method}", hook, kind)
