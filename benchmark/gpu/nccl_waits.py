@@ -19,7 +19,7 @@ from benchmark.gpu.place import DEVICE, MIB, free_bytes
 from sglang_reshard.control import Address
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.protocol.session import LOOPBACK, Session
-from sglang_reshard.routes.broadcast.communicators import BroadcastCommunicator
+from sglang_reshard.routes.wire.communicator import Communicator, PendingOps
 
 _STILL_S = 1.0  # a thread that ticks stands still for less than that
 _TIMEOUT_S = 20.0
@@ -50,12 +50,18 @@ def ticking() -> Iterator[Callable[[], float]]:
 @contextlib.contextmanager
 def communicator(
     here: Here, address: Address, name: str, rank: int, size: int, timeout_s: float = _TIMEOUT_S
-) -> Iterator[tuple[BroadcastCommunicator, dist.Store]]:
+) -> Iterator[tuple[Communicator, dist.Store]]:
     """Yields one that is not connected, and its store."""
     session = here.kept["session"] = Session.join(address, _TIMEOUT_S)
     with session.trainer_channel(1, f"rank {rank}") as channel:
-        made = here.kept[name] = BroadcastCommunicator(tuple(range(size)), rank, DEVICE, timeout_s, at_once=2)
+        made = here.kept[name] = _communicator(rank, size, timeout_s)
         yield made, dist.PrefixStore(name, session.store(0, _TIMEOUT_S, channel.scope))
+
+
+def _communicator(rank: int, size: int, timeout_s: float) -> Communicator:
+    names = [f"engine rank {member}" for member in range(size)]
+    options: dict[str, Any] = {"backend": "nccl", "device": DEVICE, "timeout_s": timeout_s, "at_once": 2}
+    return Communicator(range(size), names, rank, **options)
 
 
 def outcome(call: Callable[[], object]) -> tuple[str, float]:
@@ -91,14 +97,14 @@ def aborted(bench: Bench) -> None:
 def _abort_a_wait(here: Here, address: Address) -> tuple[str, float, float]:
     with communicator(here, address, "aborted", 0, 1) as (group, store), ticking() as still_s:
         group.connect(store)
-        work = _endless(here, group)
+        pending = _endless(here, group)
         threading.Timer(1.0, group.abort).start()
-        error, seconds = outcome(lambda: group.finish(work))
+        error, seconds = outcome(pending.wait)
         time.sleep(2.0)  # the abort goes on
         return error, seconds, still_s()
 
 
-def _endless(here: Here, group: BroadcastCommunicator) -> dist.Work:
+def _endless(here: Here, group: Communicator) -> PendingOps:
     buffer = here.kept["buffer"] = torch.zeros(MIB, dtype=torch.uint8, device=DEVICE)
     if here.place.rehearsed:  # virtual GPUs have no endless kernels; a message that nobody sends does not come either
         ((_, work),) = group.perform("receive", lambda g: g.start("receive", [(0, buffer)]))
@@ -106,8 +112,7 @@ def _endless(here: Here, group: BroadcastCommunicator) -> dist.Work:
         torch.cuda.synchronize(DEVICE)
         torch.cuda._sleep(1 << 41)  # cycles: about twenty minutes
         work = group.perform("broadcast", lambda g: g.broadcast(buffer, 0))
-    group.pending.add(work)
-    return work
+    return PendingOps(group, "could not finish", [("could not finish", work)])
 
 
 def unconnected(bench: Bench) -> None:
@@ -198,7 +203,7 @@ def _broadcast_many(here: Here, address: Address, rank: int, count: int) -> tupl
         return outcome(lambda: _broadcasts(group, count))
 
 
-def _broadcasts(group: BroadcastCommunicator, count: int) -> None:
+def _broadcasts(group: Communicator, count: int) -> None:
     """Two at a time, as in an update, of changing sizes."""
     buffers = [torch.zeros(2 * MIB, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
     pending: list[Any] = []
@@ -259,7 +264,7 @@ def _both_go_on(store: dist.Store, number: int, rank: int, own: bool) -> bool:
 
 def _collective_of_the_user(here: Here, store: dist.Store, rank: int) -> Callable[[], object]:
     if here.place.rehearsed:  # virtual NCCL has no all-reduce
-        other = here.kept["other"] = BroadcastCommunicator((0, 1), rank, DEVICE, _TIMEOUT_S, at_once=2)
+        other = here.kept["other"] = _communicator(rank, 2, _TIMEOUT_S)
         other.connect(dist.PrefixStore("other", store))
         buffer = torch.zeros(1024, dtype=torch.uint8, device=DEVICE)
         return lambda: other.broadcast(buffer, 0).wait()

@@ -11,16 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.gpu.rank_info import RankGpuInfo
-from sglang_reshard.routes import choice as strategy
+from sglang_reshard.routes.p2p import route
 from sglang_reshard.routes.p2p.communicators import P2pCommunicators
 from sglang_reshard.routes.p2p.groups import plan_p2p_groups
 from support.ready import CONTEXT
 from support.sent import CPU
+from support.toy import ToyRank, checkpoint
+from support.toy_trainers import sharded
 from support.world import run_world
 from test_p2p import MIB, serve, train
-from test_p2p_mishaps import serve_through_a_mishap, train_through_a_mishap
 
 
 def share_a_gpu():
@@ -32,11 +36,7 @@ def share_a_gpu():
         assert len(found) == engines
         return found
 
-    strategy._communicators = groups
-
-
-def train_in_groups(trainer, *arguments):
-    return train(trainer, *arguments)
+    route._communicators = groups
 
 
 def serve_in_groups(*arguments):
@@ -46,9 +46,56 @@ def serve_in_groups(*arguments):
 
 @pytest.mark.parametrize("bucket_bytes", [256, MIB])
 def test_what_is_sent_over_several_communicators_is_exact(bucket_bytes):
-    transfers, served = run_world(2, 2, train_in_groups, serve_in_groups, (2,), "tp", torch.float32, bucket_bytes, 3)
+    transfers, served = run_world(2, 2, train, serve_in_groups, (2,), "tp", torch.float32, bucket_bytes, 3)
     assert [differing for differing, _ in served] == [[], []]
     assert transfers == [[transfers[0][0]] * 3] * 2, "connections are kept"
+
+
+def stumble_once(copies):
+    """Let the next `run` of a CopyList raise."""
+    run = copies.run
+
+    def fail():
+        copies.run = run
+        raise OSError("the trainer stumbled")
+
+    copies.run = fail
+
+
+def train_through_a_mishap(trainer, mishap):
+    """Three updates; in the second, trainer rank 1 stumbles between two rounds, or engine rank 1 before the first."""
+    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=64, timeout_s=60, transport="p2p")
+    state = dict(sharded(1, (2,), "tp", torch.float32))
+    told = []
+    for update in (1, 2, 3):
+        if (mishap, update, trainer.rank) == ("trainer", 2, 1):
+            stumble_once(sender._worker._transfers[0]._prepared.end._sender._rounds[1][1])
+        begun = time.monotonic()
+        try:
+            told.append(sender.update(state.items()).success)
+        except ReshardError as error:
+            told.append(f"{type(error).__name__}: {error}")
+        assert time.monotonic() - begun < 40
+    sender.close()
+    return told
+
+
+def serve_through_a_mishap(rank, size, requests, mishap):
+    model = ToyRank(rank, size)
+    receiver = WeightReceiver(TracedModel(model), rank, size, CPU)
+    move = receiver._executor._move
+
+    def stumble(course):
+        if (mishap, course.request.update, rank) == ("engine", 2, 1):
+            raise OSError("the engine rank stumbled")
+        move(course)
+
+    receiver._executor._move = stumble
+    for request in requests:
+        requests.answer(receiver.update(request))
+    stock = ToyRank(rank, size)
+    stock.load_weights(checkpoint(1).items())
+    return all(torch.equal(p, getattr(model, n)) for n, p in stock.named_parameters())
 
 
 def fail_in_groups(*arguments):

@@ -37,7 +37,7 @@ class Reader:
 
 @pytest.fixture
 def progress():
-    return Progress()
+    return Progress("engine rank 1")
 
 
 @pytest.fixture

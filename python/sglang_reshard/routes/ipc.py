@@ -37,6 +37,7 @@ class DirectReads:
     def __init__(self, reads: Reads, numbers: Sequence[int]) -> None:
         """`numbers` of reads of the read plan. `reads.landing` must have been placed."""
         self.read_bytes: dict[int, int] = {}
+        self._landing = reads.landing
         copies: dict[int | None, list[StridedCopy]] = {}
         for read in numbers:
             copy, item, tensor = reads.read_plan.read(read)
@@ -66,17 +67,28 @@ class DirectReads:
         if turn in self._copies:
             self._copies[turn].run()
 
+    def finish(self, turn: int) -> None:
+        """Completes a turn of the landing, if it has so many. All that others send for it has arrived."""
+        if turn < self._landing.turns:
+            self.run(turn)
+            self._landing.arrived(turn)
+
+    def finish_from(self, first: int) -> None:
+        """Completes all turns from `first` on, for which nobody sends anything."""
+        for turn in range(first, self._landing.turns):
+            self.finish(turn)
+
 
 class IpcEngineEnd(EngineEnd):
     """Reads all that this rank needs from mapped memory. No trainer rank takes part."""
 
     def __init__(self, side: EngineSide, _strategy: Strategy) -> None:
-        self._reads, self._landing = side.reads, side.reads.landing
+        self._reads = side.reads
         self._copies: DirectReads | None = None
 
     def connect(self, meeting: Meeting) -> None:
         numbers = mapped_reads(self._reads)
-        self._landing.place([], read_targets(self._reads.read_plan, numbers))
+        self._reads.landing.place([], read_targets(self._reads.read_plan, numbers))
         self._copies = DirectReads(self._reads, numbers)
         self.nbytes = self._copies.extra_bytes
 
@@ -88,9 +100,7 @@ class IpcEngineEnd(EngineEnd):
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         assert self._copies is not None
         self._copies.run()
-        for turn in range(self._landing.turns):
-            self._copies.run(turn)
-            self._landing.arrived(turn)
+        self._copies.finish_from(0)
 
 
 engine_end = IpcEngineEnd

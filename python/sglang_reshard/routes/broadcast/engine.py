@@ -20,14 +20,11 @@ from sglang_reshard.observability.report import Traffic
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting, Reads
-from sglang_reshard.routes.broadcast.communicators import (
-    BroadcastCommunicator,
-    BroadcastCommunicators,
-    PendingBroadcast,
-)
+from sglang_reshard.routes.broadcast.communicators import BroadcastCommunicators
 from sglang_reshard.routes.broadcast.plan import BroadcastPlan, BroadcastStrategy, Bucket
 from sglang_reshard.routes.ipc import DirectReads, read_targets
 from sglang_reshard.routes.strategy import Strategy
+from sglang_reshard.routes.wire.communicator import Communicator, PendingOps
 from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
 
 if TYPE_CHECKING:
@@ -37,7 +34,7 @@ if TYPE_CHECKING:
 class _BucketOps(NamedTuple):
     """This rank's operations on one bucket. `pack` is None unless this rank is the group's leader."""
 
-    communicator: BroadcastCommunicator
+    communicator: Communicator
     root: int
     buffer: torch.Tensor
     pack: CopyList | None
@@ -59,10 +56,9 @@ class Broadcasts:
         self.extra_bytes = sum(b.numel() for b in buffers)
         mask = plan.direct_reads[engine_rank][reads.read_plan.shards(reads.tensor_index)]
         direct = np.flatnonzero(mask).tolist()  # of shards that no other rank needs
-        self._landing = reads.landing
         if reads.program.arrivals:
             written = targets_by_bucket(reads.tensor_index, reads.program, plan, own)
-            self._landing.place(written, read_targets(reads.read_plan, direct))
+            reads.landing.place(written, read_targets(reads.read_plan, direct))
         self._direct = DirectReads(reads, direct)
         self.extra_bytes += self._direct.extra_bytes
         self._read_bytes = dict(self._direct.read_bytes)
@@ -80,13 +76,12 @@ class Broadcasts:
         self.traffic = Traffic(self._received_bytes, self._read_bytes)
 
     def move(self) -> None:
-        """Raises as `BroadcastCommunicator.wait` does."""
+        """Raises as `PendingOps.wait` does."""
         self._direct.run()
         run_rounds(len(self._ops), self._broadcast, self._unpack)
-        for turn in range(len(self._ops), self._landing.turns):
-            self._finish(turn)
+        self._direct.finish_from(len(self._ops))
 
-    def _broadcast(self, turn: int) -> PendingBroadcast:
+    def _broadcast(self, turn: int) -> PendingOps:
         ops = self._ops[turn]
         if ops.pack is not None:
             ops.pack.run()
@@ -94,12 +89,7 @@ class Broadcasts:
 
     def _unpack(self, turn: int) -> None:
         self._ops[turn].unpack.run()
-        self._finish(turn)
-
-    def _finish(self, turn: int) -> None:
-        if turn < self._landing.turns:
-            self._direct.run(turn)
-            self._landing.arrived(turn)
+        self._direct.finish(turn)
 
     def _bucket_ops(
         self,

@@ -1,49 +1,19 @@
-"""Connects trainer ranks and engine ranks that send messages to each other: gloo for host memory, NCCL for GPUs.
-
-They are connected over the session's store rather than by `dist.new_group`, so that neither side's own world (its
-group names, the order of its collectives) depends on them. All are connected before the first byte is written, and
-every wait ends at a deadline, or when another thread aborts.
-"""
+"""Connects trainer ranks and engine ranks that send messages to each other: gloo for host memory, NCCL for GPUs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from sglang_reshard.plan.topology import peer_name
 from sglang_reshard.routes.base import Meeting
-from sglang_reshard.routes.wire.abortable_group import AbortableGroup, ProcessGroup
-
-_Operation = tuple[tuple[int, ...], dist.Work]  # with the ranks within the group that it sends to or receives from
-PeerBuffer = tuple[int, torch.Tensor]  # peer id of the receiver or sender, and the bytes (1-D, contiguous)
+from sglang_reshard.routes.wire.communicator import Communicator, PeerBuffer, PendingOps
 
 
-class PendingOps:
-    """Sends or receives in progress. Their buffers must not be touched until `wait` returns."""
-
-    def __init__(self, communicator: P2pCommunicator, verb: str, works: list[_Operation]) -> None:
-        self._communicator, self._verb, self._works = communicator, verb, works
-        communicator.pending.add(self)
-
-    def wait(self, deadline: float | None = None) -> float:
-        """Waits until all have arrived, or were sent. Returns the deadline.
-
-        Raises DeadlineExceeded at `deadline`, by default after the communicator's `timeout_s`, and PeerDisconnected at
-        once if a connection breaks.
-        """
-        communicator = self._communicator
-        deadline = time.monotonic() + communicator.timeout_s if deadline is None else deadline
-        if self in communicator.pending:
-            communicator.finish(self._verb, self._works, deadline)
-            self._works = []
-            communicator.pending.discard(self)
-        return deadline
-
-
-class P2pCommunicator(AbortableGroup):
+class P2pCommunicator(Communicator):
     """Sends and receives messages between trainer ranks and engine ranks.
 
     A peer id is a trainer rank, or the number of trainer ranks plus an engine rank.
@@ -67,38 +37,8 @@ class P2pCommunicator(AbortableGroup):
         timeout_s: float,
         at_once: int = 1,
     ) -> None:
-        self._group_rank = {member: rank for rank, member in enumerate(members)}
         names = [peer_name(member, trainer_ranks) for member in members]
-        rank = self._group_rank[peer_id]
-        super().__init__(names, rank, backend=backend, device=device, timeout_s=timeout_s, at_once=at_once)
-
-    def send(self, buffers: Sequence[PeerBuffer]) -> PendingOps:
-        """Starts sending, one message to each of several peers."""
-        return self._start("send", buffers)
-
-    def receive(self, buffers: Sequence[PeerBuffer]) -> PendingOps:
-        """Starts receiving, one message from each of several peers. A peer's messages arrive in the order it sends."""
-        return self._start("receive", buffers)
-
-    def finish(self, verb: str, works: list[_Operation], deadline: float) -> None:
-        """Waits for operations until `deadline`, a time of the monotonic clock."""
-
-        def wait_for_each(group: ProcessGroup) -> None:
-            for ranks, work in works:
-                with self.named_errors(f"could not {self._described(verb, ranks)}", deadline):
-                    group.wait(work, deadline)
-
-        ranks = tuple(rank for of_work, _ in works for rank in of_work)
-        self.perform(f"could not {self._described(verb, ranks)}", wait_for_each, deadline)
-
-    def _start(self, verb: str, buffers: Sequence[PeerBuffer]) -> PendingOps:
-        messages = [(self._group_rank[peer], buffer) for peer, buffer in buffers]
-        what = f"could not {self._described(verb, [rank for rank, _ in messages])}"
-        return PendingOps(self, verb, self.perform(what, lambda group: group.start(verb, messages), starts=True))
-
-    def _described(self, verb: str, ranks: Iterable[int]) -> str:
-        peers = ", ".join(self._names[rank] for rank in dict.fromkeys(ranks))  # several messages may be of one
-        return f"{verb} a message {'from' if verb == 'receive' else 'to'} {peers}"
+        super().__init__(members, names, peer_id, backend=backend, device=device, timeout_s=timeout_s, at_once=at_once)
 
 
 class P2pCommunicators:

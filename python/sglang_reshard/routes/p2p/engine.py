@@ -35,11 +35,11 @@ class P2pReceiver:
         as_kept: bool = False,
     ) -> None:
         """`round_bytes`: by trainer rank, for those that send. `as_kept`: see `engine_links`."""
-        plan, layout, self._landing = reads.read_plan, reads.tensor_index.layout, reads.landing
+        plan, layout = reads.read_plan, reads.tensor_index.layout
         direct = mapped_reads(reads, round_bytes)
         if reads.program.arrivals:  # what does each round bring?
             links = engine_links(layout, plan, reads.program, round_bytes, as_kept=as_kept)
-            self._landing.place(targets_by_round(links, plan), read_targets(plan, direct), ahead=BUCKETS - 1)
+            reads.landing.place(targets_by_round(links, plan), read_targets(plan, direct), ahead=BUCKETS - 1)
         links = engine_links(layout, plan, reads.program, round_bytes, as_kept=as_kept)
         self._rounds, self.extra_bytes = build_rounds(links, reads.device, pack=False)
         self._direct = DirectReads(reads, direct)
@@ -51,8 +51,7 @@ class P2pReceiver:
         """Raises as `PendingOps.wait` does, after closing the communicators."""
         try:
             run_rounds(len(self._rounds), self._receive, self._unpack, self._direct.run)
-            for turn in range(len(self._rounds), self._landing.turns):
-                self._finish(turn)
+            self._direct.finish_from(len(self._rounds))
         except BaseException:
             if self._communicators is not None:
                 self._communicators.close()
@@ -64,12 +63,7 @@ class P2pReceiver:
 
     def _unpack(self, number: int) -> None:
         self._rounds[number][1].run()
-        self._finish(number)
-
-    def _finish(self, turn: int) -> None:
-        if turn < self._landing.turns:
-            self._direct.run(turn)
-            self._landing.arrived(turn)
+        self._direct.finish(number)
 
 
 class P2pEngineEnd(EngineEnd):

@@ -20,7 +20,6 @@ from sglang_reshard.layout.regions import ITEM_BYTES
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import ReadPlan
 from sglang_reshard.routes.ipc import read_targets
-from sglang_reshard.routes.p2p.communicators import PeerBuffer
 from sglang_reshard.routes.p2p.messages import (
     BufferSlice,
     Message,
@@ -30,6 +29,7 @@ from sglang_reshard.routes.p2p.messages import (
     sent_reads,
     take_apart,
 )
+from sglang_reshard.routes.wire.communicator import PeerBuffer
 from sglang_reshard.routes.wire.rounds import BUCKETS
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from sglang_reshard.routes.nixl.streams import Stream, cut_link, read_streams, t
 from sglang_reshard.routes.p2p.messages import round_bytes
 from sglang_reshard.routes.relay.member import RelayMember
 from sglang_reshard.routes.relay.offers import Relay
+from sglang_reshard.routes.relay.owners import positions
 from sglang_reshard.routes.relay.progress import RelayGate, RelayLost, RelayRoute, Relays
 from sglang_reshard.routes.relay.streams import RelayedStream
 from sglang_reshard.routes.strategy import Strategy
@@ -42,24 +43,25 @@ class RelayEngineEnd(AroundEnd):
         super().__init__(inner)
         self._side, self._nixl = side, inner
         self._relay = Relay.of(side.options["relay"])
-        self._member = cast(RelayMember, side.kept.setdefault("relay", RelayMember(side.engine_rank)))
-        self._relayed: _Relayed | None = None  # None if all is read from the trainer
+        member = side.kept.get("relay") or RelayMember(side.engine_rank)
+        side.kept["relay"] = self._member = cast(RelayMember, member)
+        self._moving: EngineEnd = inner  # moves the weights; this one if all are read from the trainer
 
     def connect(self, meeting: Meeting) -> None:
         relays = self._member.agree(meeting, self._side, self._relay)
         if relays is not None:
             self._nixl.open(meeting)
             try:
-                self._relayed = _Relayed(self._nixl, relays, self._side.bucket_bytes)
+                self._moving = _Relayed(self._nixl, relays, self._side.bucket_bytes)
             except RelayLost as lost:
                 logger.warning(
                     "engine rank %d: %s; it reads all weights from the trainer", self._side.engine_rank, lost
                 )
                 self._nixl.reader.close()
                 self._member.passes_nothing_on(self._relay, str(lost))
-        if self._relayed is None:
+        if self._moving is self.inner:
             self.inner.connect(meeting)
-        self.nbytes = self.inner.nbytes if self._relayed is None else self._relayed.extra_bytes
+        self.nbytes = self._moving.nbytes
 
     def abort(self) -> None:
         self._member.abort()
@@ -67,40 +69,32 @@ class RelayEngineEnd(AroundEnd):
 
     @property
     def traffic(self) -> Traffic:
-        if self._relayed is not None:
-            return self._relayed.traffic
-        traffic, member = self.inner.traffic, self._member
+        traffic, member = self._moving.traffic, self._member
+        if self._moving is not self.inner:
+            return traffic
         return msgspec.structs.replace(traffic, detour=_detour(member.lost), remark=member.remark)
 
     def serves(self, request: DistributedUpdateWeightsReq) -> bool:
         asked = Relay.of(request.around["relay"])
-        lost = self._relayed is not None and self._relayed.traffic.detour
-        return not lost and msgspec.structs.replace(asked, update=self._relay.update) == self._relay
+        same = msgspec.structs.replace(asked, update=self._relay.update) == self._relay
+        return same and not self._moving.traffic.detour
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
-        if self._relayed is None:
-            self.inner.move(request, taken)
-        else:
-            self._relayed.move(Relay.of(request.around["relay"]).update)
+        self._moving.move(request, taken)
 
     def has_arrived(self, request: DistributedUpdateWeightsReq) -> None:
-        """Lets other engines take all from here."""
-        if self._relayed is not None:
-            self._relayed.pass_on(Relay.of(request.around["relay"]).update)
+        self._moving.has_arrived(request)
 
 
 engine_end = RelayEngineEnd
 
 
-class _Relayed:
-    """The streams of one engine rank, from trainer ranks and from other engines.
-
-    traffic      of the last update
-    extra_bytes  of buckets and tables
-    """
+class _Relayed(EngineEnd):
+    """The streams of one engine rank, from trainer ranks and from other engines."""
 
     def __init__(self, nixl: NixlEngineEnd, relays: Relays, bucket_bytes: int) -> None:
         self._nixl, self._reads, self._reader, self._relays = nixl, nixl.side.reads, nixl.reader, relays
+        self._owned = relays.owned
         own = self._reads.read_plan.only(relays.direct)
         sizes, *of_routes = _message_bytes([own, *(route.read_plan for route in relays.routes)], bucket_bytes)
         self._from_engines = {
@@ -109,16 +103,21 @@ class _Relayed:
         }
         self._direct = trainer_streams(self._reader, self._reads, own, sizes)
         streams = [*self._direct.values(), *self._all_relayed()]
-        self.extra_bytes = sum(stream.extra_bytes for stream in streams)
-        self._whole = self.traffic = Traffic(
+        self.nbytes = sum(stream.extra_bytes for stream in streams)
+        self._whole = self._traffic = Traffic(
             sum(stream.read_bytes for stream in streams),
             {trainer_rank: sum(stream.payload_bytes) for trainer_rank, stream in self._direct.items()},
             sum(stream.read_bytes for stream in self._all_relayed()),
         )
         self._counts = self._own_counts()
 
-    def move(self, update: int) -> None:
+    @property
+    def traffic(self) -> Traffic:
+        return self._traffic
+
+    def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         """Raises PeerDisconnected and DeadlineExceeded for trainer ranks; in this case the reader is closed."""
+        update = Relay.of(request.around["relay"]).update
         self._relays.progress.begin(update, self._relays.check)
         for stream in self._direct.values():
             stream.begin()
@@ -127,7 +126,7 @@ class _Relayed:
         try:
             try:
                 read_streams(self._reads, [*self._direct.values(), *self._all_relayed()], self._announce)
-                self.traffic = self._whole
+                self._traffic = self._whole
             except RelayLost as lost:
                 logger.warning(
                     "engine rank %d: %s; it reads the remaining weights from the trainer", self._reads.engine_rank, lost
@@ -137,10 +136,10 @@ class _Relayed:
             self._reader.close()
             raise
 
-    def pass_on(self, update: int) -> None:
-        """Lets other engines take all from here: `update` has arrived by another route."""
-        self._relays.progress.begin(update, self._relays.check)
-        self._relays.progress.advance(self._relays.owned)
+    def has_arrived(self, request: DistributedUpdateWeightsReq) -> None:
+        """Lets other engines take all from here."""
+        self._relays.progress.begin(Relay.of(request.around["relay"]).update, self._relays.check)
+        self._relays.progress.advance(self._owned)
 
     def _all_relayed(self) -> list[RelayedStream]:
         return [stream for of_engine in self._from_engines.values() for stream in of_engine]
@@ -148,16 +147,16 @@ class _Relayed:
     def _announce(self) -> None:
         """Tells other engines how many of the tensors that this one owns are complete; it may own none."""
         complete = (counts[stream.finished] for stream, counts in self._counts)
-        self._relays.progress.advance(min(complete, default=self._relays.owned))
+        self._relays.progress.advance(min(complete, default=self._owned))
 
     def _own_counts(self) -> list[tuple[Stream, list[int]]]:
         """Returns, by stream, how many of the own tensors are complete once it has finished so many messages."""
-        relays, found = self._relays, []
+        place, found = positions(self._relays.owned_by, self._relays.own), []
         for stream in self._direct.values():
-            counts = [relays.owned]
+            counts = [self._owned]
             for tensors in reversed(stream.tensors):
-                own = relays.positions[tensors]
-                counts.append(min(counts[-1], int(own[own >= 0].min(initial=relays.owned))))
+                own = place[tensors]
+                counts.append(min(counts[-1], int(own[own >= 0].min(initial=self._owned))))
             found.append((stream, counts[::-1]))
         return found
 
@@ -182,7 +181,7 @@ class _Relayed:
             read[trainer_rank] = read.get(trainer_rank, 0) + sum(stream.payload_bytes)
             received += stream.read_bytes
         self._counts = self._own_counts()
-        self.traffic = Traffic(received, read, detour=_detour(str(lost)))
+        self._traffic = Traffic(received, read, detour=_detour(str(lost)))
         return list(self._direct.values())
 
     def _unconverted(self) -> np.ndarray:
@@ -191,7 +190,7 @@ class _Relayed:
         """
         landing, plan = self._reads.landing, self._reads.read_plan
         targets = set(itertools.chain.from_iterable(landing.complete[landing.finished :]))
-        found = np.zeros(len(self._relays.direct), bool)
+        found = np.zeros(len(self._relays.owned_by), bool)
         copies = zip(plan.tensor_ids, plan.copies, strict=True)
         found[[index for index, copy in copies if copy.target in targets]] = True
         return found

@@ -26,25 +26,12 @@ from sglang_reshard.routes.nixl.remote_shards import RemoteShard, RemoteShards
 from sglang_reshard.routes.nixl.source import NixlSource
 from sglang_reshard.routes.nixl.validation import check_remote_shards
 from sglang_reshard.routes.relay.offers import Offer, OfferedMemory, OfferedRank, Relay, RelayOffers
-from sglang_reshard.routes.relay.owners import CHECK_BITS, NO_OWNER, choose_owners, positions
+from sglang_reshard.routes.relay.owners import CHECK_BITS, choose_owners
 from sglang_reshard.routes.relay.progress import Progress, RelayRoute, Relays
 from sglang_reshard.trace.live_shards import LiveShard, readable_shards
 from sglang_reshard.trace.program import Program
 
 _NO_SHARD = RemoteShard("", 0, 0, ())
-
-
-class _Part(msgspec.Struct, frozen=True):
-    """One engine rank's part of its engine's offer.
-
-    layout      content hash of the layout of its weights
-    unreadable  names of tensors that cannot be read back from its live memory
-    """
-
-    rank: OfferedRank
-    layout: str = ""
-    unreadable: tuple[str, ...] = ()
-    error: str = ""
 
 
 class RelayMember(Kept):
@@ -56,7 +43,7 @@ class RelayMember(Kept):
 
     def __init__(self, engine_rank: int) -> None:
         self._rank = engine_rank
-        self._progress = Progress()
+        self._progress = Progress(f"engine rank {engine_rank}")
         self._word: NixlSource | None = None  # its memory is read as long as anybody may ask for it
         self._source: NixlSource | None = None
         self._program: Program | None = None
@@ -83,7 +70,7 @@ class RelayMember(Kept):
                 name, offer = failed[0]
                 reason = f"engines do not pass on weights to each other, because {name} cannot: {offer.error}"
                 self.lost, self.remark = ("", reason) if offer.final else (reason, "")
-            elif of_all[relay.own].ranks[self._rank].memory != own.rank.memory:
+            elif of_all[relay.own].ranks[self._rank].memory != own.memory:
                 self.lost = f"engine rank {self._rank} has different memory than it offered to other engines"
             else:
                 check = int.from_bytes(hashlib.sha256(identity).digest()[:4], "little") % (1 << CHECK_BITS)
@@ -118,17 +105,16 @@ class RelayMember(Kept):
             self._source.close()
         self._source = self._program = None
 
-    def _part(self, offers: RelayOffers, side: EngineSide) -> _Part:
+    def _part(self, offers: RelayOffers, side: EngineSide) -> OfferedRank:
         try:
             self._register(side)
         except ReshardError as error:
-            return _Part(OfferedRank("", ""), error=str(error))
+            return OfferedRank(error=str(error))
         assert self._source is not None
         assert self._word is not None
         shards = (*self._source.remote.shards, *self._word.remote.shards)
         memory = OfferedMemory(self._names, RemoteShards(self._source.remote.metadata, shards))
-        rank = OfferedRank(host_identity(), offers.put(memory))
-        return _Part(rank, offers.put(self._layout), self._unreadable)
+        return OfferedRank(host_identity(), offers.put(memory), offers.put(self._layout), self._unreadable)
 
     def _register(self, side: EngineSide) -> None:
         program, size = side.live, len(side.read_plans)
@@ -143,7 +129,6 @@ class RelayMember(Kept):
                 f"engine rank {self._rank}: none of its live weights can be read back as checkpoint tensors"
             )
         if self._word is None:
-            self._progress.share(f"engine rank {self._rank}")
             self._word = NixlSource(f"engine rank {self._rank}", [self._progress.word])
         self._source = NixlSource(f"engine rank {self._rank}", [shard.tensor for shard in found])
         self._layout, self._unreadable = _layout(found, size), tuple(unreadable)
@@ -164,10 +149,7 @@ class RelayMember(Kept):
             if number != relay.own and (owned_by == number).any():
                 owned = _owned(trainers, layout, owned_by == number)
                 routes += self._route(relay.engines[number], number, owned, of_all[number], offers, side)
-        own = owned_by == relay.own
-        direct = own | (owned_by == NO_OWNER)
-        at = positions(owned_by, relay.own)
-        return Relays(owned_by, direct, at, int(own.sum()), tuple(routes), self._progress, check)
+        return Relays(owned_by, relay.own, tuple(routes), self._progress, check)
 
     def _route(
         self, name: str, number: int, owned: SourceLayout, offer: Offer, offers: RelayOffers, side: EngineSide
@@ -224,7 +206,7 @@ def _owned(layout: SourceLayout, of_engine: SourceLayout, mask: np.ndarray) -> S
     )
 
 
-def _offer(offers: RelayOffers, parts: Sequence[_Part]) -> Offer:
+def _offer(offers: RelayOffers, parts: Sequence[OfferedRank]) -> Offer:
     """Returns an engine's offer. Called on its first rank."""
     for part in parts:
         if part.error:
@@ -241,4 +223,4 @@ def _offer(offers: RelayOffers, parts: Sequence[_Part]) -> Offer:
         whole = union(layouts, [number[part.layout] for part in parts])
     except ReshardError as error:
         return Offer(error=str(error), final=True)
-    return Offer(offers.put(whole), tuple(part.rank for part in parts))
+    return Offer(offers.put(whole), tuple(msgspec.structs.replace(part, unreadable=()) for part in parts))

@@ -57,12 +57,18 @@ class Relay(msgspec.Struct, frozen=True):
 class OfferedRank(msgspec.Struct, frozen=True):
     """One engine rank of an offer.
 
-    host    identity of its host
-    memory  content hash of its `OfferedMemory`
+    host        identity of its host
+    memory      content hash of its `OfferedMemory`
+    layout      content hash of the layout of its own weights
+    unreadable  names of tensors that cannot be read back from its live memory; for the engine's first rank alone
+    error       why it offers nothing; empty if it does
     """
 
-    host: str
-    memory: str
+    host: str = ""
+    memory: str = ""
+    layout: str = ""
+    unreadable: tuple[str, ...] = ()
+    error: str = ""
 
 
 class OfferedMemory(msgspec.Struct, frozen=True):

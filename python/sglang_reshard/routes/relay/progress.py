@@ -21,7 +21,7 @@ from sglang_reshard.routes.nixl.agent import memory_kind
 from sglang_reshard.routes.nixl.reader import NixlReader
 from sglang_reshard.routes.nixl.remote_shards import RemoteShards
 from sglang_reshard.routes.nixl.source import allocate_readable
-from sglang_reshard.routes.relay.owners import CHECK_BITS, COUNT_BITS
+from sglang_reshard.routes.relay.owners import CHECK_BITS, COUNT_BITS, NO_OWNER
 
 _MIN_POLL_S, _MAX_POLL_S = 2e-4, 2e-2  # the longer nothing has changed, the more seldom the word is read
 STALLED_S = 10.0  # without progress, until what an engine has not passed on is read from the trainer
@@ -38,16 +38,11 @@ class RelayLost(ReshardError):
 class Progress:
     """An engine rank's word: the number of its complete tensors, and the update."""
 
-    def __init__(self) -> None:
-        self.word = torch.zeros(1, dtype=torch.int64)
+    def __init__(self, who: str) -> None:
+        """The word is in memory that can be registered so that readers cannot write it. `who` is for warnings."""
+        self.word = allocate_readable(8, torch.device("cpu"), who).view(torch.int64)
         self._view = self.word.numpy()
-        self.update, self._base = 0, 0
-
-    def share(self, who: str) -> None:
-        """Moves the word to memory that can be registered so that readers cannot write it. `who` is for warnings."""
-        word = allocate_readable(8, self.word.device, who).view(torch.int64)
-        word.copy_(self.word)
-        self.word, self._view = word, word.numpy()
+        self.reset()
 
     def reset(self) -> None:
         """No update has begun."""
@@ -173,18 +168,23 @@ class Relays:
     """An engine rank's part in passing on weights.
 
     owned_by   number of the engine that owns each of the trainer's tensors; NO_OWNER for none
-    direct     mask of those that are read from the trainer
-    positions  of each among those that this engine owns, -1 for others
-    owned      how many it owns
+    own        number of this engine
     routes     from the other engines
     progress   this rank's word
     check      the number that all engine ranks' words have in this plan
     """
 
     owned_by: np.ndarray
-    direct: np.ndarray
-    positions: np.ndarray
-    owned: int
+    own: int
     routes: tuple[RelayRoute, ...]
     progress: Progress
     check: int
+
+    @property
+    def direct(self) -> np.ndarray:
+        """Mask of the tensors that are read from the trainer."""
+        return (self.owned_by == self.own) | (self.owned_by == NO_OWNER)
+
+    @property
+    def owned(self) -> int:
+        return int((self.owned_by == self.own).sum())
