@@ -1,6 +1,6 @@
 """Copies in host memory: many small boxes become few, which are copied without Python code for each.
 
-    copies, rest = HostCopies.of(pairs)
+    copies, rest = HostCopies.of(pairs)  # torch copies the rest
     copies.run()
 
 A pair of views of one dtype is a box of bytes at any address: boxes of different tensors are merged, too. numpy copies
@@ -30,15 +30,14 @@ _assign: Any = operator.setitem  # its stub does not know that `...` is an index
 
 @dataclass(frozen=True, slots=True)
 class HostCopies:
-    """Boxes, by their views in numpy and in torch. They hold addresses: the caller keeps the tensors alive."""
+    """Boxes, as arrays. They hold addresses: the caller keeps the tensors alive."""
 
     destinations: list[np.ndarray]
     sources: list[np.ndarray]
-    large: tuple[list[torch.Tensor], list[torch.Tensor]]
 
     @classmethod
     def of(cls, pairs: Iterable[Pair]) -> tuple[HostCopies, list[Pair]]:
-        """Returns the copies, and the pairs that cast, which are left to torch.
+        """Returns the copies, and the pairs that are left to torch: those that cast, and large boxes.
 
         Pairs are of one shape each. All may be copied in any order, and at the same time.
         """
@@ -52,29 +51,22 @@ class HostCopies:
                 dimensions, run = merged_dimensions(tuple(source.shape), source.stride(), destination.stride())
                 in_bytes = tuple((n, a * size, b * size) for n, a, b in dimensions)
                 boxes.setdefault((run * size, in_bytes), []).append((destination.data_ptr(), source.data_ptr()))
-        copies = cls([], [], ([], []))
+        copies = cls([], [])
         for run, dimensions, point in merged_boxes(boxes, _is_apart):
-            copies._add(run, dimensions, point)
+            strides = [stride for _, *both in dimensions for stride in both]
+            unit = next(n for n in _UNITS if math.gcd(run, *point, *strides) % n == 0)
+            size = *(n for n, _, _ in dimensions), run // unit
+            written = _array(point[0], size, (*(b for _, _, b in dimensions), unit), unit)
+            read = _array(point[1], size, (*(a for _, a, _ in dimensions), unit), unit)
+            if written.size >= _TORCH_ELEMENTS and min(strides, default=0) >= 0:
+                rest.append((torch.from_numpy(written), torch.from_numpy(read)))
+            else:
+                copies.destinations.append(written)
+                copies.sources.append(read)
         return copies, rest
-
-    def _add(self, run: int, dimensions: tuple[Dimension, ...], point: Point) -> None:
-        strides = [stride for _, *both in dimensions for stride in both]
-        unit = next(n for n in _UNITS if math.gcd(run, *point, *strides) % n == 0)
-        size = *(n for n, _, _ in dimensions), run // unit
-        destination = _array(point[0], size, (*(b for _, _, b in dimensions), unit), unit)
-        source = _array(point[1], size, (*(a for _, a, _ in dimensions), unit), unit)
-        if destination.size >= _TORCH_ELEMENTS and min(strides, default=0) >= 0:
-            self.large[0].append(torch.from_numpy(destination))
-            self.large[1].append(torch.from_numpy(source))
-        else:
-            self.destinations.append(destination)
-            self.sources.append(source)
 
     def run(self) -> None:
         deque(map(_assign, self.destinations, repeat(...), self.sources), maxlen=0)
-        if self.large[0]:
-            with torch.inference_mode():
-                torch._foreach_copy_(*self.large)
 
 
 def _is_copied_as_bytes(destination: torch.Tensor, source: torch.Tensor) -> bool:

@@ -10,6 +10,6 @@ ALIGN_BYTES = 16  # offsets in buckets and messages are multiples of it, so that
 Bytes = TypeVar("Bytes", int, np.ndarray)
 
 
-def aligned(nbytes: Bytes) -> Bytes:
-    """Rounds up to a multiple of ALIGN_BYTES."""
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+def aligned(nbytes: Bytes, unit: int = ALIGN_BYTES) -> Bytes:
+    """Rounds up to a multiple of `unit`."""
+    return -(-nbytes // unit) * unit

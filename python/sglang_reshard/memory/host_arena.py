@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.layout.packing import aligned
 from sglang_reshard.memory.shm import allocate_shared, check_free_shm
 
 ALIGNMENT = 64  # bytes
@@ -41,7 +42,7 @@ class HostArena:
         for number, place in enumerate(self._places):
             if place.first == number:
                 begins.append(end)
-                end += -(-place.nbytes // ALIGNMENT) * ALIGNMENT
+                end += aligned(place.nbytes, ALIGNMENT)
             else:
                 begins.append(begins[place.first])
         check_free_shm(end, who)

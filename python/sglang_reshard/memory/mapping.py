@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.layout.packing import aligned
 from sglang_reshard.memory.gpu_memory import GpuAllocation, GpuExporter, Mark
 from sglang_reshard.memory.host_arena import HostArena
 from sglang_reshard.memory.shm import check_free_shm, raise_descriptor_limit, share
@@ -211,7 +212,7 @@ class MemoryExporter:
         for shard in shards:
             storage = shard.untyped_storage()
             if self._handle_of_moved(storage) is None:
-                new[storage.data_ptr()] = -(-storage.nbytes() // mmap.PAGESIZE) * mmap.PAGESIZE
+                new[storage.data_ptr()] = aligned(storage.nbytes(), mmap.PAGESIZE)
                 if storage.is_shared():
                     shared.add(storage.data_ptr())
         who = f"trainer rank {self._rank}"

@@ -14,6 +14,7 @@ import torch
 
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.layout.packing import aligned
 from sglang_reshard.layout.regions import LocalRegion
 from sglang_reshard.memory.byte_ranges import ByteRanges, ShardRead, byte_ranges, covered, merged
 from sglang_reshard.memory.gpu_memory import GpuAllocation, unlike_mark
@@ -215,7 +216,7 @@ def _open_gpu(allocations: Sequence[GpuAllocation], trainer_rank: int, device: t
 
 def _whole_pages(of: tuple[int, int]) -> tuple[int, int]:
     begin, end = of
-    return begin // mmap.PAGESIZE * mmap.PAGESIZE, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+    return begin // mmap.PAGESIZE * mmap.PAGESIZE, aligned(end, mmap.PAGESIZE)
 
 
 @cache

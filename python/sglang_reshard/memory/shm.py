@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout.packing import aligned
 
 _TMPFS_MAGIC = 0x01021994  # of /dev/shm and of memfd_create
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # on Linux, on all architectures that torch has wheels for
@@ -73,7 +74,7 @@ def map_files(sizes: Sequence[int], open_file: Callable[[int], int]) -> tuple[to
     begins, total = [], 0
     for nbytes in sizes:
         begins.append(total)
-        total += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        total += aligned(nbytes, mmap.PAGESIZE)
     if not total:
         return torch.empty(0, dtype=torch.uint8), begins
     base = _mmap(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
