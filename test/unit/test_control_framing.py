@@ -9,14 +9,13 @@ from sglang_reshard.control import Address, framing
 from sglang_reshard.control.framing import (
     MAX_FRAME_BYTES,
     FrameReader,
-    FrameTooLarge,
     FrameWriter,
     directions,
     proof,
     read_message,
     read_request,
 )
-from sglang_reshard.control.protocol import Event, ProtocolError, Refused, Result
+from sglang_reshard.control.protocol import Event, ProtocolError, QuotaExceeded, Refused, Result
 
 KEY = bytes(range(32))
 
@@ -82,7 +81,7 @@ def test_lengths_are_refused_before_anything_is_kept_for_them():
 def test_too_large_a_message_is_not_sent_and_does_not_count(monkeypatch):
     monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 100)
     writer = FrameWriter(KEY)
-    with pytest.raises(FrameTooLarge, match="limit of 100"):
+    with pytest.raises(QuotaExceeded, match="limit of 100"):
         writer.frame(set_request(1, {"k": bytes(101)}))
     (body,) = FrameReader(KEY).feed(writer.frame(Result(1, None)))
     assert read_message(body) == Result(1, None)

@@ -15,9 +15,9 @@ from typing import Any
 
 from sglang_reshard.control import protocol
 from sglang_reshard.control.address import Address
-from sglang_reshard.control.framing import FrameTooLarge, read_message
+from sglang_reshard.control.framing import read_message
 from sglang_reshard.control.handshake import connect, server_name
-from sglang_reshard.control.protocol import ProtocolError
+from sglang_reshard.control.protocol import ProtocolError, QuotaExceeded
 from sglang_reshard.control.sockets import LOOK_S, SILENT_S, silent_seconds
 from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, ReshardError
 
@@ -345,7 +345,7 @@ class ControlClient:
         with self._sending:
             try:
                 frame = memoryview(self._writer.frame(request))
-            except FrameTooLarge as error:
+            except QuotaExceeded as error:
                 raise ReshardError(str(error)) from error
             try:
                 while frame:

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_reshard.control.protocol import OPERATIONS, Event, ProtocolError, Reply
+from sglang_reshard.control.protocol import OPERATIONS, Event, ProtocolError, QuotaExceeded, Reply
 
 MAGIC = b"reshard3"
 NONCE_BYTES = PROOF_BYTES = MAC_BYTES = 32
@@ -39,10 +39,6 @@ _messages = msgspec.msgpack.Decoder(Reply | Event)
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-class FrameTooLarge(Exception):
-    """A message exceeds MAX_FRAME_BYTES; nothing was sent."""
-
-
 def proof(key: bytes, side: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
     """Returns the proof that `side` (b"client" or b"server") has the key."""
     return hmac.digest(key, b"sglang-reshard proof of " + side + client_nonce + server_nonce, "sha256")
@@ -56,12 +52,12 @@ class FrameWriter:
         self._next = 0
 
     def frame(self, message: object) -> bytearray:
-        """Returns the next frame. Raises FrameTooLarge without advancing the sequence number."""
+        """Returns the next frame. Raises QuotaExceeded, without advancing, for a message beyond MAX_FRAME_BYTES."""
         frame = bytearray(_HEAD.size)
         _encoder.encode_into(message, frame, _HEAD.size)
         body_bytes = len(frame) - _HEAD.size
         if body_bytes > MAX_FRAME_BYTES:
-            raise FrameTooLarge(f"a message of {body_bytes} bytes exceeds the limit of {MAX_FRAME_BYTES} bytes")
+            raise QuotaExceeded(f"a message of {body_bytes} bytes exceeds the limit of {MAX_FRAME_BYTES} bytes")
         _HEAD.pack_into(frame, 0, body_bytes + _MIN_LENGTH, self._next)
         with memoryview(frame) as view, view[_LENGTH.size :] as authenticated:
             mac = hmac.digest(self._key, authenticated, "sha256")

@@ -24,7 +24,6 @@ from sglang_reshard.control.framing import (
     NONCE_BYTES,
     PROOF_BYTES,
     FrameReader,
-    FrameTooLarge,
     FrameWriter,
     directions,
     proof,
@@ -132,7 +131,7 @@ class _Connection(asyncio.BufferedProtocol):
             return
         try:
             self.transport.write(memoryview(self._writer.frame(message)))  # of which asyncio copies less
-        except FrameTooLarge as error:
+        except QuotaExceeded as error:
             self._drop(str(error))
         except Exception:
             self._fail()

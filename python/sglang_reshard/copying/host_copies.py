@@ -55,9 +55,9 @@ class HostCopies:
         for run, dimensions, point in merged_boxes(boxes, _is_apart):
             strides = [stride for _, *both in dimensions for stride in both]
             unit = next(n for n in _UNITS if math.gcd(run, *point, *strides) % n == 0)
-            size = *(n for n, _, _ in dimensions), run // unit
-            written = _array(point[0], size, (*(b for _, _, b in dimensions), unit), unit)
-            read = _array(point[1], size, (*(a for _, a, _ in dimensions), unit), unit)
+            shape = *(n for n, _, _ in dimensions), run // unit
+            written = _array(point[0], shape, (*(b for _, _, b in dimensions), unit), unit)
+            read = _array(point[1], shape, (*(a for _, a, _ in dimensions), unit), unit)
             if written.size >= _TORCH_ELEMENTS and min(strides, default=0) >= 0:
                 rest.append((torch.from_numpy(written), torch.from_numpy(read)))
             else:
