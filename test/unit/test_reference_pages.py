@@ -31,12 +31,12 @@ def routes() -> Iterator[tuple[str, str, str | None]]:
     paths = dict(settings_page.constants(tree))
     handlers = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "app.add_route":
-            where, handler = ast.unparse(node.args[0]), handlers[ast.unparse(node.args[1])]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "add":
+            where, handler = node.args[0], handlers[ast.unparse(node.args[1])]
+            path_of = paths[where.id] if isinstance(where, ast.Name) else ast.literal_eval(where)
             read = [n for n in ast.walk(handler) if isinstance(n, ast.Call) and ast.unparse(n.func) == "_message"]
-            (methods,) = [ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg == "methods"]
-            for method in methods:
-                yield method, paths[where], ast.unparse(read[0].args[1]) if read else None
+            method = next((ast.literal_eval(k.value) for k in node.keywords if k.arg == "by"), "POST")
+            yield method, path_of, ast.unparse(read[0].args[1]) if read else None
 
 
 def test_the_endpoints_are_those_of_the_server() -> None:
