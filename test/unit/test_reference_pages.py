@@ -59,12 +59,12 @@ def routes() -> Iterator[tuple[str, str]]:
     paths = dict(constants(tree))
     handlers = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "app.add_route":
-            where, handler = ast.unparse(node.args[0]), handlers[ast.unparse(node.args[1])]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "add":
+            where, handler = node.args[0], handlers[ast.unparse(node.args[1])]
+            path_of = paths[where.id] if isinstance(where, ast.Name) else ast.literal_eval(where)
             read = [n for n in ast.walk(handler) if isinstance(n, ast.Call) and ast.unparse(n.func) == "_message"]
-            (methods,) = [ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg == "methods"]
-            for method in methods:
-                yield f"{method} {paths[where]}", ast.unparse(read[0].args[1]) if read else "none"
+            method = next((ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg == "by"), "POST")
+            yield f"{method} {path_of}", ast.unparse(read[0].args[1]) if read else "none"
 
 
 def endpoints() -> list[tuple[str, str, str]]:

@@ -10,7 +10,8 @@ from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, Mismatch, ReshardError, Unsupported
 from support.left_behind import torch_segments
-from support.sweep import sweep
+from support.nixl_env import needs_nixl, use_nixl
+from support.sweep import only, sweep
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import PAIRS, State, assert_told_alike
 from support.world import run_world
@@ -18,7 +19,9 @@ from support.world import run_world
 MIB = 1 << 20
 
 
-def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates, transport):
+def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates, transport, _live_dtype=None, verify="off"):
+    if transport == "nixl":
+        use_nixl()
     sender = WeightSender.over(
         trainer.group, trainer.send, bucket_bytes=bucket_bytes, timeout_s=30, transport=transport
     )
@@ -26,12 +29,16 @@ def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates, transport):
     reports = []
     for version in range(1, updates + 1):
         state.become(version)
-        reports.append(sender.update(state.given, weight_version=str(version)))
+        reports.append(sender.update(state.given, weight_version=str(version), verify=verify))
     sender.close()
     return reports
 
 
-def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, transport, live_dtype=None):
+def serve(
+    rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, transport, live_dtype=None, verify="off"
+):
+    if transport == "nixl":
+        use_nixl()
     live_dtype = live_dtype or dtype
     model = ToyRank(rank, size, live_dtype)
     receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
@@ -49,9 +56,9 @@ def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, 
     return differing
 
 
-def run(mesh_shape, engines, kind, dtype=torch.float32, bucket_bytes=MIB, updates=2, transport="broadcast"):
+def run(mesh_shape, engines, kind, dtype=torch.float32, bucket_bytes=MIB, updates=2, transport="broadcast", **options):
     trainers = int(torch.Size(mesh_shape).numel())
-    arguments = mesh_shape, kind, dtype, bucket_bytes, updates, transport
+    arguments = mesh_shape, kind, dtype, bucket_bytes, updates, transport, *options.values()
     reports, differing = run_world(trainers, engines, train, serve, *arguments)
     assert differing == [[]] * engines
     assert_told_alike(reports)
@@ -63,31 +70,28 @@ def test_every_parameter_is_bit_exact_after_each_update(mesh_shape, engines, kin
     run(mesh_shape, engines, kind)
 
 
-@pytest.mark.parametrize("transport", ["ipc", "p2p"])
-@pytest.mark.parametrize(
-    ("mesh_shape", "engines", "kind"),
-    [
-        sweep((4,), 16, "tp"),
-        ((3,), 4, "fsdp"),
-        ((2, 2), 4, "fsdp_tp"),
-        sweep((2,), 4, "plain"),
-        sweep((2, 2), 4, "stacked"),
-        sweep((2, 2), 4, "fused"),
-    ],
-)
+NIXL = pytest.param("nixl", marks=needs_nixl)
+FEW = [((3,), 4, "fsdp"), ((2, 2), 4, "fsdp_tp")]
+
+
+@pytest.mark.parametrize("transport", ["ipc", "p2p", NIXL])
+@pytest.mark.parametrize(("mesh_shape", "engines", "kind"), only(PAIRS, FEW.__contains__))
 def test_exact_transports_move_exactly_what_is_lacking(mesh_shape, engines, kind, transport):
     for report in run(mesh_shape, engines, kind, transport=transport):
         assert report.transport == transport
         assert report.transport_reason == "requested"
-        assert all(rank.received_bytes == rank.least_bytes for rank in report.engine_ranks)
-        sent, received = (
-            sum(t.sent_bytes for t in report.trainer_ranks),
-            sum(r.received_bytes for r in report.engine_ranks),
-        )
-        assert sent == received
+        for rank in report.engine_ranks:
+            assert rank.received_bytes >= rank.least_bytes
+            assert rank.received_bytes == rank.least_bytes or transport == "nixl", "only NIXL reads gaps as well"
+        assert sum(t.sent_bytes for t in report.trainer_ranks) == sum(r.least_bytes for r in report.engine_ranks)
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "p2p"])
+@pytest.mark.parametrize("transport", ["p2p", NIXL])
+def test_weights_are_cast_where_they_arrive(transport):
+    run((2,), 4, "tp", transport=transport, live_dtype=torch.bfloat16, verify="full")
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "p2p", NIXL])
 @pytest.mark.parametrize("bucket_bytes", [sweep(1), 100, sweep(4096)])
 def test_any_bucket_size_carries_the_same_bits(bucket_bytes, transport):
     report = run((2,), 4, "tp", bucket_bytes=bucket_bytes, transport=transport)[-1]
