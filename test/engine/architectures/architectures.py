@@ -66,14 +66,19 @@ def generation() -> list[Architecture]:
 def _writer(name: str, implementation: type) -> str | None:
     if name in PUBLISHED and PUBLISHED[name].writer:
         return PUBLISHED[name].writer
-    by_spelling = {_spelling(n): n for n in dir(transformers) if n.endswith("ForConditionalGeneration")}
-    by_spelling |= {_spelling(n): n for _, n in _language_models()}
-    relatives = (by_spelling.get(_spelling(n)) for n in (name, *(c.__name__ for c in implementation.__mro__)))
+    relatives = (_by_spelling().get(_spelling(n)) for n in (name, *(c.__name__ for c in implementation.__mro__)))
     found = next(filter(None, relatives), None)
     if found is None:
         config = inspect.signature(implementation).parameters.get("config")
         found = dict(_language_models()).get(getattr(getattr(config, "annotation", None), "model_type", ""))
     return found or _wrapped(implementation)
+
+
+@cache  # transformers takes a tenth of a second to list its names
+def _by_spelling() -> dict[str, str]:
+    """Classes of transformers by the spelling of their names."""
+    of_images = {_spelling(n): n for n in dir(transformers) if n.endswith("ForConditionalGeneration")}
+    return of_images | {_spelling(n): n for _, n in _language_models()}
 
 
 def _wrapped(implementation: type) -> str | None:
