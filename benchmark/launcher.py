@@ -17,11 +17,11 @@ from benchmark import rows
 from benchmark.cases import PATHS, STOCK, Case, Effort
 from benchmark.demo import children, memory
 from benchmark.environment import environment
-from benchmark.exactness import differing
 from benchmark.interlude import Interludes
 from benchmark.results import Rows
 from benchmark.trainer import Job, Seen
 from sglang_reshard.errors import ReshardError
+from tools.oracle.digests import differing
 
 _DEADLINE_S = 3600.0
 
