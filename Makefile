@@ -307,7 +307,6 @@ UPDATES ?= 2000
 .PHONY: soak
 soak: setup
 	$(BIN)/python -m benchmark.soak --updates $(UPDATES)
-	$(BIN)/python -m benchmark.pages soak
 
 # A million cases of the fuzz tests; `make test` runs 100 of each, `make test-all` 200. It writes
 # benchmark/results/fuzz.json and docs/results/fuzz.md, and fails when a test does. `fuzz-deltas` runs as many damaged

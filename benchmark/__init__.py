@@ -8,7 +8,7 @@ exactness  digests against a stock load   memory     what a process takes beyond
 copying    the machine's limit            interlude  copies between paths
 rows       from what was seen to rows     results    the JSON files
 pages      into README.md, docs/results   plots      as pictures
-scaling    against tensors, bytes, ranks  stand_ins  its trainer and engine ranks
+scaling    against tensors, bytes, ranks
 
 Independent of these: benchmarks of one question each, most of them with processes that stand in for engine ranks
 (`world`, `matrices`), and `demo`. `pages` writes the results of all of them into docs/results, by `templates`.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-from types import FrameType
 
 from rich.console import Console
 
 from benchmark import block_fp8, guard, launcher, pages, plots, results, scaling
 from benchmark.cases import CASES, QUICK_CASES, QUICK_EFFORT, Effort
+from benchmark.demo import children
 
 
 def main() -> int:
@@ -22,7 +21,6 @@ def main() -> int:
         "--only", metavar="TEXT", help="cases with TEXT in their name, in place of theirs in bench.json"
     )
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, _interrupt)  # so that being told to end ends the processes of all ranks, too
     quick = arguments.quick
     # A table is cut at the width of a terminal that is not there: give it room in a log.
     console = Console() if sys.stdout.isatty() else Console(width=180)
@@ -36,10 +34,6 @@ def main() -> int:
     if not quick and not arguments.only and not arguments.skip_scaling:
         ok = _scaling(command, console) and ok
     return 0 if ok else 1
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _cases(quick: bool, only: str | None, command: str, console: Console) -> bool:
@@ -76,4 +70,5 @@ def _scaling(command: str, console: Console) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with children.sigterm_as_interrupt():
+        sys.exit(main())

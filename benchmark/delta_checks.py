@@ -6,14 +6,13 @@ One message of bfloat16, in host memory, on one thread; checked and applied in t
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from benchmark import pages
 from benchmark.results import Row
+from benchmark.world import timed
 from sglang_reshard.routes.delta.checks import is_sound, verdicts
 from sglang_reshard.routes.delta.encoding import apply, encode, index_room
 
@@ -36,8 +35,8 @@ def measure(share: float) -> Row:
     index = index[: encoded.index_bytes(units)]
     copy, seconds = old.clone(), list[tuple[float, ...]]()
     for _ in range(REPEATS):
-        check = _timed(lambda: verdicts([is_sound(encoded, units, index)]))
-        seconds.append((check, _timed(lambda: apply(encoded, index, values, 2, copy)), _timed(lambda: copy.copy_(old))))
+        check = timed(lambda: verdicts([is_sound(encoded, units, index)]))
+        seconds.append((check, timed(lambda: apply(encoded, index, values, 2, copy)), timed(lambda: copy.copy_(old))))
     check, applied, copied = (statistics.median(column) for column in zip(*seconds, strict=True))
     return {
         "mib": MIB,
@@ -48,12 +47,6 @@ def measure(share: float) -> Row:
         "apply_seconds": applied,
         "copy_seconds": copied,
     }
-
-
-def _timed(action: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
 
 
 def main() -> None:

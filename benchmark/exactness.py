@@ -11,10 +11,7 @@ from safetensors.torch import save_file
 
 from benchmark import gather
 from benchmark.weights import FINAL_VERSION, Weights
-from tools.oracle.digests import read_live_digests
-
-# Of every engine rank: path of a live tensor -> digest.
-Digests = list[dict[str, str]]
+from tools.oracle.digests import Digests, read_live_digests
 
 
 def bit_exact(before: Digests, after: Digests, reference: Digests) -> bool:
@@ -22,16 +19,6 @@ def bit_exact(before: Digests, after: Digests, reference: Digests) -> bool:
     if not reference or not all(reference) or not len(before) == len(after) == len(reference):
         return False
     return after == reference and all(b != r for b, r in zip(before, reference, strict=True))
-
-
-def differing(after: Digests, reference: Digests) -> list[str]:
-    """Live tensors that are not as in the reference, "engine rank: path"."""
-    return [
-        f"{rank}: {path}"
-        for rank, (mine, theirs) in enumerate(zip(after, reference, strict=True))
-        for path in sorted(mine.keys() | theirs.keys())
-        if mine.get(path) != theirs.get(path)
-    ]
 
 
 def live(engine: Any, folder: Path) -> Digests:

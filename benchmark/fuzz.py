@@ -12,9 +12,9 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,15 +53,6 @@ class Job(NamedTuple):
     seed: int
 
 
-class Running(NamedTuple):
-    """A job under way; its output goes to a file."""
-
-    job: Job
-    process: subprocess.Popen[bytes]
-    output: Path
-    deadline: float
-
-
 def collected(only: str = "") -> list[str]:
     """The fuzz tests whose names contain `only`, as pytest names them."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", FOLDER]
@@ -91,31 +82,25 @@ def jobs(tests: Sequence[str], cases: int, seed: int) -> list[Job]:
 
 def run(todo: Sequence[Job], console: Console) -> Rows:
     """As many processes at a time as there are cores."""
-    cores, waiting, under_way = len(os.sched_getaffinity(0)), list(todo), list[Running]()
+    processes: list[subprocess.Popen[str]] = []
     rows: Rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         try:
-            while waiting or under_way:
-                while waiting and len(under_way) < cores:
-                    under_way.append(_start(waiting.pop(0), Path(folder)))
-                time.sleep(0.2)
-                for one in list(under_way):
-                    if one.process.poll() is None and time.monotonic() < one.deadline:
-                        continue
-                    under_way.remove(one)
-                    found = _rows(one)
-                    for row in found:
-                        console.print(f"{row['test']}: {row['cases']:,} cases, {row['outcome']}", highlight=False)
-                    if any(row["outcome"] != "passed" for row in found):
-                        console.print(one.output.read_text(errors="replace")[-20_000:], highlight=False, markup=False)
-                    rows += found
+            for found, output in pool.map(lambda job: _run(job, processes), todo):
+                for row in found:
+                    console.print(f"{row['test']}: {row['cases']:,} cases, {row['outcome']}", highlight=False)
+                if any(row["outcome"] != "passed" for row in found):
+                    console.print(output[-20_000:], highlight=False, markup=False)
+                rows += found
         finally:
-            for one in under_way:
-                _end(one.process)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.kill()
     return rows
 
 
-def _start(job: Job, folder: Path) -> Running:
+def _run(job: Job, processes: list[subprocess.Popen[str]]) -> tuple[Rows, str]:
+    """Returns the rows of a job, and the output of its process, which is added to `processes`."""
     options = ("-q", "-p", "no:cacheprovider", "--timeout=0", "--hypothesis-show-statistics")
     environment = os.environ | {
         "SGLANG_RESHARD_FUZZ_EXAMPLES": str(job.cases),
@@ -123,46 +108,42 @@ def _start(job: Job, folder: Path) -> Running:
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",
     }
-    output = folder / str(job.seed)
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, *job.tests],
-            cwd=results.REPOSITORY,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    return Running(job, process, output, time.monotonic() + _DEADLINE_S)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *options, *job.tests],
+        cwd=results.REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    processes.append(process)
+    outcome = "passed"
+    try:
+        text = process.communicate(timeout=_DEADLINE_S)[0]
+        if process.returncode < 0:
+            outcome = f"ended the process: {signal.Signals(-process.returncode).name}"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        text, outcome = process.communicate()[0], f"did not end within {_DEADLINE_S:.0f} s"
+    return _rows(job, text, process.returncode, outcome), text
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-
-
-def _rows(done: Running) -> Rows:
+def _rows(job: Job, text: str, status: int, outcome: str) -> Rows:
     """What became of a job's tests; those that have no cases are left out, unless they fail.
 
     cases: that were run, without those that were no case after all. seed: of the process.
     """
-    outcome = "passed"
-    if done.process.poll() is None:
-        _end(done.process)
-        outcome = f"did not end within {_DEADLINE_S:.0f} s"
-    elif done.process.returncode < 0:
-        outcome = f"ended the process: {signal.Signals(-done.process.returncode).name}"
-    text = done.output.read_text(errors="replace")
     ran = _statistics(text.splitlines())
     found = []
-    for test in done.job.tests:
+    for test in job.tests:
         cases, seconds = ran.get(test, (0, 0.0))
-        failed = f"FAILED {test}" in text or f"ERROR {test}" in text
-        said = "failed" if failed else outcome
-        if said == "passed" and done.process.returncode and not any(f"{kind} {FOLDER}" in text for kind in _BAD):
-            said = f"pytest ended with {done.process.returncode}"
+        said = "failed" if f"FAILED {test}" in text or f"ERROR {test}" in text else outcome
+        if said == "passed" and status and not any(f"{kind} {FOLDER}" in text for kind in _BAD):
+            said = f"pytest ended with {status}"
         if cases or said != "passed":
             name = test.removeprefix(f"{FOLDER}/")
-            found.append({"test": name, "cases": cases, "seconds": seconds, "seed": done.job.seed, "outcome": said})
+            found.append({"test": name, "cases": cases, "seconds": seconds, "seed": job.seed, "outcome": said})
     return found
 
 

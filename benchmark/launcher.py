@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +17,11 @@ from benchmark import rows
 from benchmark.cases import PATHS, STOCK, Case, Effort
 from benchmark.demo import children, memory
 from benchmark.environment import environment
-from benchmark.exactness import differing
 from benchmark.interlude import Interludes
 from benchmark.results import Rows
 from benchmark.trainer import Job, Seen
 from sglang_reshard.errors import ReshardError
+from tools.oracle.digests import differing
 
 _DEADLINE_S = 3600.0
 
@@ -98,16 +97,7 @@ def _seen(
 
 def run_ranks(module: str, job: Job, deadline: float, poll: Callable[[], None]) -> None:
     """Runs a module as the trainer ranks of a job, until `deadline`, a `time.monotonic()`."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={job.case.trainers}",
-        "-m",
-        module,
-        msgspec.json.encode(job).decode(),
-    ]
     folder = Path(job.folder)
     variables = environment(folder, job.case.engine_tp, job.device, "qwen3", "qwen3_moe")
+    command = children.torchrun(job.case.trainers, module, job)
     children.run(command, variables, folder / "log", deadline, poll)

@@ -49,7 +49,7 @@ def load_of_host() -> str:
 
 def save(path: Path, head: dict[str, Any], rows: Sequence[msgspec.Struct | dict[str, Any]]) -> None:
     found = [head, *(_rounded(msgspec.to_builtins(row)) for row in rows)]
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
 
 

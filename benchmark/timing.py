@@ -17,6 +17,7 @@ from benchmark.paths import UpdatePath
 from benchmark.weights import Weights, version_of
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.observability.report import UpdateReport
+from tools.oracle.digests import Digests
 
 T = TypeVar("T")
 
@@ -36,8 +37,8 @@ class Timed(msgspec.Struct, frozen=True):
     seconds: list[float]
     reports: list[UpdateReport]
     trainer_peak_bytes: int
-    before: exactness.Digests
-    after: exactness.Digests
+    before: Digests
+    after: Digests
 
 
 def least_bytes(timed: Sequence[Timed]) -> list[int]:
@@ -61,7 +62,7 @@ def measure(
     warmups, updates = counts
     seconds: list[float] = []
     reports: list[UpdateReport] = []
-    peak, before = 0, exactness.Digests()
+    peak, before = 0, Digests()
     last = warmups + updates - 1
     for update in range(last + 1):
         if update == last:

@@ -21,7 +21,7 @@ from benchmark.weights import Weights
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.patches.launch import without_torchrun_variables
 from sglang_reshard.testing import cpu_host
-from tools.oracle.digests import LOADER
+from tools.oracle.digests import LOADER, Digests
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class Seen(msgspec.Struct, frozen=True):
 
     timed: list[timing.Timed]
     refused: dict[str, str]
-    reference: exactness.Digests
+    reference: Digests
 
 
 def main(job: Job) -> None:

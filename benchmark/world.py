@@ -73,6 +73,13 @@ def slowest(call: Callable[[], T]) -> tuple[T, float]:
     return returned, float(mine)
 
 
+def timed(call: Callable[[], object]) -> float:
+    """Returns the seconds that a call takes."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     """Returns a hash of all bytes."""
     found = hashlib.sha256()

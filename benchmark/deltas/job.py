@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 
 import msgspec
 import torch
@@ -20,7 +19,7 @@ from transformers import Qwen3ForCausalLM
 
 from benchmark.deltas.training import LARGE, Trainer, config
 from benchmark.hosts.job import read, write
-from benchmark.world import digest
+from benchmark.world import digest, timed
 from sglang_reshard import ModuleReceiver, ModuleSender
 from sglang_reshard.trainer.options import Delta
 
@@ -69,7 +68,7 @@ def train(job: Job) -> None:
         write(job.folder, f"metadata-{way.name}", sender.metadata)
         sender.wait_for_receivers(job.receivers, _WAIT_S)
         seconds, reports = [], []
-        alone = [_timed(trainer.step) for _ in range(job.updates + 1)][1:] if way.background else []
+        alone = [timed(trainer.step) for _ in range(job.updates + 1)][1:] if way.background else []
         meanwhile: list[float] = []
         for version in range(job.updates + 1):
             trainer.step()
@@ -78,7 +77,7 @@ def train(job: Job) -> None:
             if way.background:
                 handle = sender.update_async(list(sent.items()), weight_version=label)
                 while True:
-                    step = _timed(trainer.step)
+                    step = timed(trainer.step)
                     if handle.done():  # this step was partly alone
                         break
                     meanwhile.append(step)
@@ -93,12 +92,6 @@ def train(job: Job) -> None:
         sender.close()
     write(job.folder, "timed", json.dumps(of_ways))
     dist.destroy_process_group()
-
-
-def _timed(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
 
 
 def receive(job: Job) -> None:

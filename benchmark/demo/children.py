@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
+import msgspec
 import psutil
 
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
@@ -26,14 +30,9 @@ def run(command: list[str], environment: dict[str, str], log: Path, deadline: fl
     deadline: a time.monotonic() after which it is ended. Whatever ends this function, the command and its
     descendants are gone afterwards.
     """
-    with log.open("ab") as out:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-        )
-    family = _Family(process.pid)
-    try:
-        while process.poll() is None:
-            family.census()
+    with started(command, environment, log) as child:
+        while child.process.poll() is None:
+            child.census()
             poll()
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
@@ -42,10 +41,47 @@ def run(command: list[str], environment: dict[str, str], log: Path, deadline: fl
                 )
             time.sleep(_POLL_S)
         poll()
+    if child.process.returncode:
+        raise ReshardError(f"a process of the demo ended with exit status {child.process.returncode}.\n{tail(log)}")
+
+
+@contextlib.contextmanager
+def started(command: list[str], environment: dict[str, str], log: Path) -> Iterator[Family]:
+    """Starts a command with its output in `log`, and ends it with its descendants. Count these often, by `census`."""
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+    family = Family(process)
+    try:
+        yield family
     finally:
-        family.end(process)
-    if process.returncode:
-        raise ReshardError(f"a process of the demo ended with exit status {process.returncode}.\n{tail(log)}")
+        family.end()
+
+
+def torchrun(ranks: int, module: str, job: msgspec.Struct) -> list[str]:
+    """Returns the command that runs a module on so many ranks, with the JSON of its job."""
+    ranked = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]  # a free port of its own choice
+    return [sys.executable, *ranked, "-m", module, msgspec.json.encode(job).decode()]
+
+
+@contextlib.contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """So that being told to end ends the children too."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def tail(log: Path) -> str:
@@ -62,7 +98,7 @@ def _without_torchrun(lines: list[str]) -> list[str]:
     return lines
 
 
-class _Family:
+class Family:
     """Descendants, counted while their parents live.
 
     torchrun gives each worker a session of its own, so no single process group holds them all, and the
@@ -70,8 +106,9 @@ class _Family:
     too, so that a number used again is not mistaken for one of them.
     """
 
-    def __init__(self, pid: int) -> None:
-        self._root = psutil.Process(pid)
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self._root = psutil.Process(process.pid)
         self._members: set[psutil.Process] = set()
         self._segments: set[Path] = set()
         self._next = 0.0
@@ -84,8 +121,8 @@ class _Family:
             self._segments |= segments_of(member.pid for member in self._members if member.is_running())
             self._next = time.monotonic() + _CENSUS_EVERY_S
 
-    def end(self, process: subprocess.Popen[bytes]) -> None:
-        self._next = 0.0
+    def end(self) -> None:
+        process, self._next = self.process, 0.0
         self.census()
         if process.poll() is None:
             process.terminate()  # torchrun passes it on

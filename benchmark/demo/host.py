@@ -14,7 +14,7 @@ from sglang_reshard.version import __version__
 def facts() -> dict[str, str | int]:
     """Processor, cores, memory and versions; no name and no path of the machine."""
     return {
-        "cpu": _cpu(),
+        "cpu": cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "python": platform.python_version(),
@@ -23,7 +23,7 @@ def facts() -> dict[str, str | int]:
     }
 
 
-def _cpu() -> str:
+def cpu() -> str:
     with open("/proc/cpuinfo") as f:
         models = [line.partition(":")[2].strip() for line in f if line.startswith("model name")]
     return models[0] if models else platform.machine()

@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 from rich.console import Console
@@ -20,13 +16,12 @@ from rich.console import Console
 from benchmark.demo import children, host, memory
 from benchmark.demo.events import TRAINER_START, EventReader, EventWriter, Finished, Started, Updated
 from benchmark.demo.expected import Question, read_answer
-from benchmark.demo.model_modules import DISABLED_VARIABLE, unneeded_modules
 from benchmark.demo.progress import Progress
 from benchmark.demo.settings import Settings
 from benchmark.demo.table import print_result
 from benchmark.demo.verdict import Expected, judge, summary
+from benchmark.environment import environment
 from sglang_reshard.errors import ReshardError, Unsupported
-from sglang_reshard.testing import cpu_host
 
 
 def run(settings: Settings, deadline_s: float) -> int:
@@ -41,7 +36,7 @@ def run(settings: Settings, deadline_s: float) -> int:
     )
     begin = time.monotonic()
     try:
-        with _sigterm_as_interrupt():
+        with children.sigterm_as_interrupt():
             _check_memory(settings)
             updates, expected, seconds = _work(settings, log, progress_console, begin + deadline_s)
     except KeyboardInterrupt:
@@ -73,7 +68,7 @@ def _work(
     reader = EventReader(Path(settings.events))
     updates: list[Updated] = []
     seconds: dict[str, float] = {}
-    environment = _environment(settings)
+    variables = environment(Path(settings.folder), settings.target_tp, settings.device, "qwen3")
 
     with Progress(console) as progress:
 
@@ -88,7 +83,8 @@ def _work(
             progress.tick()
 
         EventWriter(Path(settings.events)).write(Started(TRAINER_START))
-        children.run(_torchrun(settings), environment, log, deadline, poll)
+        ranks = children.torchrun(settings.source_tp, "benchmark.demo.rank", settings)
+        children.run(ranks, variables, log, deadline, poll)
         question = Question(
             model=str(Path(settings.folder) / "model"),
             checkpoints={dtype: [u.checkpoint for u in updates if u.dtype == dtype] for dtype in settings.dtypes},
@@ -97,43 +93,8 @@ def _work(
             answer=str(Path(settings.folder) / "expected"),
         )
         command = [sys.executable, "-m", "benchmark.demo.expected", msgspec.json.encode(question).decode()]
-        children.run(command, environment, log, deadline, poll)
+        children.run(command, variables, log, deadline, poll)
     return updates, read_answer(question), seconds
-
-
-def _torchrun(settings: Settings) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",  # a free port of its own choice
-        f"--nproc-per-node={settings.source_tp}",
-        "-m",
-        "benchmark.demo.rank",
-        msgspec.json.encode(settings).decode(),
-    ]
-
-
-def _environment(settings: Settings) -> dict[str, str]:
-    temporary = Path(settings.folder) / "tmp"
-    temporary.mkdir()
-    environment = {
-        **os.environ,
-        # torchrun, torch and wandb leave folders behind there; they go with ours.
-        "TMPDIR": str(temporary),
-        # Nothing here is on a hub, and asking one takes its time where there is no network.
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        DISABLED_VARIABLE: ",".join(unneeded_modules("qwen3")),
-    }
-    if settings.device == "cpu":
-        # A host with fewer GPUs than ranks runs the demo as one without any.
-        environment |= {**cpu_host.environment(settings.target_tp), "CUDA_VISIBLE_DEVICES": ""}
-    # Its processes import `benchmark` and `tools` from the checkout, wherever the demo was started from.
-    paths = [environment.get("PYTHONPATH", ""), str(Path(__file__).parents[2])]
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    return environment
 
 
 def _device(settings: Settings) -> str:
@@ -147,17 +108,3 @@ def _check_memory(settings: Settings) -> None:
     complaint = memory.complaint(settings.source_tp, settings.target_tp, memory.available_bytes())
     if complaint:
         raise Unsupported(complaint)
-
-
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """So that being told to end ends the children too."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

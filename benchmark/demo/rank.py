@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -17,7 +16,6 @@ from benchmark.demo.events import TRAINER_START, EventWriter, Finished
 from benchmark.demo.sequence import Sequence
 from benchmark.demo.settings import Settings
 from benchmark.demo.trainer import Trainer
-from sglang_reshard.testing import cpu_host
 
 
 def main(settings: Settings) -> None:
@@ -37,26 +35,10 @@ def main(settings: Settings) -> None:
         dist.barrier()  # the others read what the first has written
         tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
         trainer = Trainer(tiny_model.config(ranks, settings.target_tp), mesh)
-    sequence = Sequence(
-        trainer,
-        tokenizer,
-        cpu_mesh,
-        events,
-        folder,
-        settings.target_tp,
-        settings.bucket_bytes,
-        settings.transports,
-        _engine_arguments(settings),
-    )
+    sequence = Sequence(trainer, tokenizer, cpu_mesh, events, settings)
     for dtype in settings.dtypes:
         sequence.run(dtype)
     dist.destroy_process_group()
-
-
-def _engine_arguments(settings: Settings) -> dict[str, Any]:
-    if settings.device == "cpu":
-        return cpu_host.engine_arguments()
-    return {"mem_fraction_static": 0.3, "max_total_tokens": 2048, "disable_cuda_graph": True}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ or those of the step before), the update runs, and the engine is seen to say the
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from tokenizers import Tokenizer
@@ -17,13 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from benchmark.demo import text, tiny_model
 from benchmark.demo.events import EventWriter, Tokens, Updated
 from benchmark.demo.reference import greedy_tokens
+from benchmark.demo.settings import Settings
 from benchmark.demo.trainer import Trainer
 from sglang_reshard import VerlEngine, WeightSender
 from sglang_reshard.errors import WeightsMissing
 from sglang_reshard.observability.report import UpdateReport
+from sglang_reshard.testing import cpu_host
 
 # Name of the engine's hook that writes digests of its memory; the engine has to be started with it.
 DIGEST_HOOK = "tools.oracle.digests.write_live_digests"
+
+ON_GPU = {"mem_fraction_static": 0.3, "max_total_tokens": 2048, "disable_cuda_graph": True}
 
 
 class Sequence:
@@ -35,21 +38,10 @@ class Sequence:
         tokenizer: Tokenizer,
         cpu_mesh: DeviceMesh,
         events: EventWriter,
-        folder: Path,
-        target_tp: int,
-        bucket_bytes: int,
-        transports: tuple[str, ...],
-        engine_arguments: dict[str, Any],
+        settings: Settings,
     ) -> None:
-        self._trainer = trainer
-        self._tokenizer = tokenizer
-        self._mesh = cpu_mesh
-        self._events = events
-        self._folder = folder
-        self._target_tp = target_tp
-        self._bucket_bytes = bucket_bytes
-        self._transports = transports
-        self._engine_arguments = engine_arguments
+        self._trainer, self._tokenizer, self._mesh, self._events = trainer, tokenizer, cpu_mesh, events
+        self._settings, self._folder, self._target_tp = settings, Path(settings.folder), settings.target_tp
         self._prompts = [encoding.ids for encoding in tokenizer.encode_batch(list(text.PROMPTS))]
         self._steps = 0
 
@@ -59,7 +51,7 @@ class Sequence:
         ):
             engine = self._start_engine(dtype)
         try:
-            for transport in self._transports:
+            for transport in self._settings.transports:
                 self._step_and_update(engine, dtype, transport)
         finally:
             engine.shutdown()
@@ -68,14 +60,14 @@ class Sequence:
         return VerlEngine(
             device_mesh_cpu=self._mesh,
             tp_size=self._target_tp,
-            bucket_bytes=self._bucket_bytes,
+            bucket_bytes=self._settings.bucket_bytes,
             model_path=str(self._folder / "model"),
             load_format="dummy",
             dtype=dtype,
             context_length=tiny_model.CONTEXT_LENGTH,
             custom_weight_loader=[DIGEST_HOOK],
             log_level="warning",
-            **self._engine_arguments,
+            **(cpu_host.engine_arguments() if self._settings.device == "cpu" else ON_GPU),
         )
 
     def _step_and_update(self, engine: VerlEngine, dtype: str, transport: str) -> None:
@@ -120,7 +112,9 @@ class Sequence:
         if transport == "auto":
             return engine.update_weights_from_tensor(named, weight_version=version)
         send = None if engine.engine is None else engine.engine.update_weights_distributed
-        sender = WeightSender.over(self._mesh.get_group(), send, transport=transport, bucket_bytes=self._bucket_bytes)
+        sender = WeightSender.over(
+            self._mesh.get_group(), send, transport=transport, bucket_bytes=self._settings.bucket_bytes
+        )
         try:
             return sender.update(named, weight_version=version)
         finally:

@@ -15,8 +15,8 @@ import tarfile
 from pathlib import Path
 
 from benchmark.commit import commit
-from benchmark.gpu.facts import REPOSITORY
 from benchmark.gpu.packages import FOLDER, NAMES
+from benchmark.results import REPOSITORY
 
 ARCHIVE = REPOSITORY / "build" / "gpu-bundle.tar.gz"
 MAX_BYTES = 64 << 20

@@ -19,15 +19,16 @@ from typing import Any
 import msgspec
 import torch
 
+from benchmark import results
 from benchmark.commit import commit
+from benchmark.demo.host import cpu
 from benchmark.gpu.item import Row
 from benchmark.gpu.peer import Here, Peer
 from benchmark.gpu.place import DEVICE, GIB, Place
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.version import __version__
 
-REPOSITORY = Path(__file__).parents[2]
-RESULTS = REPOSITORY / "benchmark" / "results" / "gpu.json"
+RESULTS = results.FOLDER / "gpu.json"
 
 
 def of(place: Place) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def of(place: Place) -> dict[str, Any]:
 
 def _here(here: Here) -> dict[str, Any]:
     known = {
-        "cpu": _cpu(),
+        "cpu": cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB),
         "count": torch.cuda.device_count(),
@@ -96,13 +97,8 @@ def copied_by(device: torch.device) -> str:
     return "torch's foreach, as Triton cannot be used" + (f": no {' and no '.join(missing)}" if missing else "")
 
 
-def _cpu() -> str:
-    with open("/proc/cpuinfo") as f:
-        return next((line.partition(":")[2].strip() for line in f if line.startswith("model name")), platform.machine())
-
-
 def save(path: Path, host: dict[str, Any], rows: Sequence[Row], command: str, verdict: str) -> None:
-    """Writes a list of a header and rows, a line each, as `benchmark.results` does; that needs SGLang's version."""
+    """Writes the rows after a header; that of `benchmark.results` has SGLang's version."""
     head = {
         "header": True,
         "host": host,
@@ -112,9 +108,7 @@ def save(path: Path, host: dict[str, Any], rows: Sequence[Row], command: str, ve
         "command": command,
         "verdict": verdict,
     }
-    lines = [head, *map(msgspec.to_builtins, rows)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[\n" + ",\n".join(msgspec.json.encode(line).decode() for line in lines) + "\n]\n")
+    results.save(path, head, rows)
 
 
 def passed(path: Path, host: dict[str, Any]) -> list[Row]:

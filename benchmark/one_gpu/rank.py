@@ -18,7 +18,7 @@ from benchmark.paths import ReshardPath
 from benchmark.trainer import Job, engine_and_weights, join
 from benchmark.weights import FINAL_VERSION, Weights
 from sglang_reshard.errors import ReshardError
-from tools.oracle.digests import LOADER
+from tools.oracle.digests import LOADER, Digests, differing
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 NEW_TOKENS = 16
@@ -59,7 +59,7 @@ class Steps:
         self._update(UPDATES)  # a load that does nothing would be noticed
         loaded = exactness.stock_load(self.weights, self.engine, self.model_path, self.folder / "digests")
         after_load = self._said()
-        different = exactness.differing(ours, loaded)
+        different = differing(ours, loaded)
         self.saw("compared with a stock load from disk", ours == loaded and said == after_load, tensors=_count(ours),
                  different=different[:5], log_probabilities_equal=said == after_load)  # fmt: skip
         whole = self._whole()
@@ -120,7 +120,7 @@ class Steps:
             seconds.append(timing.timed(call if self.engine is not None else lambda: None, self.device)[0])
         self.saw("stock update of whole tensors", seconds=statistics.median(seconds[1:]), first_seconds=seconds[0])
 
-    def _memory_saver(self, loaded: exactness.Digests, said: list[Any]) -> None:
+    def _memory_saver(self, loaded: Digests, said: list[Any]) -> None:
         """Releases the weights: an update is refused, and one after the release ends brings all of them."""
         self._on_engine(lambda: self.engine.release_memory_occupation(["weights"]))
         refusal = ""
@@ -133,7 +133,7 @@ class Steps:
         found = exactness.live(self.engine, self.folder / "digests")
         again = self._said()
         self.saw("update after the weights were released", bool(refusal) and found == loaded and again == said,
-                 seconds=seconds, refused=refusal, different=exactness.differing(found, loaded)[:5],
+                 seconds=seconds, refused=refusal, different=differing(found, loaded)[:5],
                  log_probabilities_equal=again == said)  # fmt: skip
 
     def _on_engine(self, call: Callable[[], Any]) -> None:
@@ -165,7 +165,7 @@ class Steps:
         dist.barrier()
 
 
-def _count(digests: exactness.Digests) -> int:
+def _count(digests: Digests) -> int:
     return sum(map(len, digests))
 
 

@@ -7,23 +7,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import msgspec
 from rich.console import Console
 
 from benchmark.demo import children, tiny_model
+from benchmark.demo.events import Note
+from benchmark.demo.progress import Progress
 from benchmark.environment import environment
 from benchmark.soak import expected, seen, verdict
 from benchmark.soak.clients import Clients, Tally
-from benchmark.soak.progress import Progress
-from benchmark.soak.server import Server
 from benchmark.soak.standing import Standing
 from benchmark.soak.trainer import Job
 from benchmark.soak.weights import ENGINE_TP, TRAINER_RANKS
-from sglang_reshard.errors import ReshardError
+from benchmark.world import find_tests, free_port
+from sglang_reshard.errors import DeadlineExceeded, ReshardError
+from sglang_reshard.patches.stock_weights import SERVE_DUMMY
+from tools.oracle.digests import LOADER
+
+_START_S, _SAY_EVERY_S = 300.0, 30.0
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -80,35 +86,69 @@ def run(soak: Soak, console: Console) -> Found:
 
 
 def _updates(soak: Soak, place: _Place, console: Console) -> tuple[Job, list[Tally]]:
+    find_tests()
+    from support.servers import launch
+
     standing = Standing(place.folder / "standing")
     reports = place.folder / "reports"
     reports.mkdir()
     log = place.folder / "server.log"
-    with Progress(console, soak.updates) as progress:
-        progress.say(f"starting an SGLang server, TP={ENGINE_TP}")
-        with Server(place.model, place.environment, log, place.deadline) as server:
+    options = ["--context-length", str(tiny_model.CONTEXT_LENGTH), "--custom-weight-loader", LOADER]
+    url = f"http://127.0.0.1:{free_port()}"
+    options += ["--port", url.rpartition(":")[2]]
+    command = launch(place.model, ENGINE_TP, *options, "--dtype", expected.DTYPE, "--log-level", "warning")
+    served = {**place.environment, SERVE_DUMMY: "1"}  # clients ask before the first update, too
+    with Progress(console) as progress:
+        progress.show(Note(f"starting an SGLang server, TP={ENGINE_TP}"))
+        with children.started(command, served, log) as server, ExitStack() as clients:
+            _await_health(url, server, log)
+            asking = clients.enter_context(Clients(url, standing, soak.clients))
+            progress.show(Note(f"{soak.clients} clients ask; {TRAINER_RANKS} trainer ranks begin"))
             job = Job(
                 updates=soak.updates,
                 every=soak.every,
-                url=server.url,
-                server_pid=server.pid,
+                url=url,
+                server_pid=server.process.pid,
                 standing=str(standing.file),
                 seen=str(place.folder / "seen"),
                 folder=str(reports),
             )
-            with Clients(server.url, standing, soak.clients) as asking:
-                progress.say(f"{soak.clients} clients ask; {TRAINER_RANKS} trainer ranks begin")
+            said = time.monotonic()
 
-                def follow() -> None:
-                    server.check()
-                    progress.show(standing.returned, asking.tallies)
+            def follow() -> None:
+                nonlocal said
+                _check(server, log)
+                if time.monotonic() - said > _SAY_EVERY_S:
+                    said = time.monotonic()
+                    answered = sum(len(tally.seconds) for tally in asking.tallies)
+                    failed = sum(tally.failures for tally in asking.tallies)
+                    updates = f"{standing.returned} of {soak.updates} updates"
+                    progress.show(Note(f"{updates}, {answered:,} requests answered, {failed} failed"))
 
-                try:
-                    place.run(_torchrun(job), "trainers", follow)
-                except ReshardError as error:
-                    told = "\n".join(file.read_text() for file in sorted(reports.glob("*.error")))
-                    raise ReshardError(f"{children.tail(log)}\n{told or error}") from error
-            return job, asking.tallies
+            try:
+                place.run(children.torchrun(TRAINER_RANKS, "benchmark.soak.trainer", job), "trainers", follow)
+            except ReshardError as error:
+                told = "\n".join(file.read_text() for file in sorted(reports.glob("*.error")))
+                raise ReshardError(f"{children.tail(log)}\n{told or error}") from error
+        return job, asking.tallies
+
+
+def _await_health(url: str, server: children.Family, log: Path) -> None:
+    end = time.monotonic() + _START_S
+    while time.monotonic() < end:
+        _check(server, log)
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=5.0, trust_env=False).status_code == httpx.codes.OK:
+                return
+        time.sleep(0.5)
+    raise DeadlineExceeded(f"the server was not healthy after {_START_S:.0f} s.\n{children.tail(log)}")
+
+
+def _check(server: children.Family, log: Path) -> None:
+    """Raises when the server has ended although nobody told it to."""
+    server.census()
+    if server.process.poll() is not None:
+        raise ReshardError(f"the server ended by itself.\n{children.tail(log)}")
 
 
 def _expected(versions: list[int], place: _Place) -> dict[int, expected.Expected]:
@@ -118,19 +158,6 @@ def _expected(versions: list[int], place: _Place) -> dict[int, expected.Expected
     return expected.read_answer(question)
 
 
-def _torchrun(job: Job) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={TRAINER_RANKS}",
-        "-m",
-        "benchmark.soak.trainer",
-        msgspec.json.encode(job).decode(),
-    ]
-
-
 @contextmanager
 def _folder() -> Iterator[Path]:
     """Removed at the end, whatever it was."""
@@ -138,5 +165,4 @@ def _folder() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.copytree(folder, "/tmp/soak_dbg", dirs_exist_ok=True, ignore=shutil.ignore_patterns("tmp", "model"))
         shutil.rmtree(folder, ignore_errors=True)

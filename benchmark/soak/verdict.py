@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from statistics import fmean, linear_regression
 
 import msgspec
@@ -13,6 +12,7 @@ from benchmark.soak.expected import Expected
 from benchmark.soak.footprint import Footprint
 from benchmark.soak.seen import Updated, Verified
 from benchmark.soak.weights import is_verified
+from tools.oracle.digests import differing
 
 FLAT_WITHIN = 0.02
 # Below this lead of a logit over the next best, two orders of summing float32 may choose another token.
@@ -119,14 +119,7 @@ def _process(name: str, holds: Sequence[Footprint]) -> ProcessRow:
 
 
 def _version(found: Verified, expected: Expected) -> VersionRow:
-    nothing: dict[str, str] = {}
-    both = zip_longest(found.digests, expected.digests, fillvalue=nothing)
-    differing = [
-        f"{rank}: {path}"
-        for rank, (live, stock) in enumerate(both)
-        for path in sorted(live.keys() | stock.keys())
-        if live.get(path) != stock.get(path)
-    ]
+    wrong = differing(found.digests, expected.digests)
     tensors = sum(len(stock) for stock in expected.digests)
     equal = found.tokens == expected.tokens
-    return VersionRow(found.version, tensors, differing, equal, expected.lead, found.by_the_update)
+    return VersionRow(found.version, tensors, wrong, equal, expected.lead, found.by_the_update)

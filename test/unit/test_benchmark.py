@@ -11,7 +11,7 @@ import torch
 
 from benchmark import deepseek_v3, pages, results, rows
 from benchmark.cases import CASES, DENSE, MOE, PATHS, QUICK_CASES, STOCK, Case, Effort
-from benchmark.exactness import bit_exact, differing
+from benchmark.exactness import bit_exact
 from benchmark.models import Qwen3
 from benchmark.scaling import CURVES
 from benchmark.timing import Timed
@@ -19,7 +19,7 @@ from benchmark.trainer import Seen
 from benchmark.weights import FINAL_VERSION, version_of
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.observability.report import RankReport, UpdateReport
-from tools.oracle.digests import digests
+from tools.oracle.digests import differing, digests
 
 CASE = Case("test", Qwen3(1, 8, 8, 1, 1, 8, 8), 2, 2)
 REQUIRED = {

@@ -16,6 +16,7 @@ import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from sglang_reshard.errors import EngineRefused
 from sglang_reshard.trace.live import live_tensors
 
 LOADER = "tools.oracle.digests.write_live_digests"
+# Of every engine rank: path of a live tensor -> digest.
+Digests = list[dict[str, str]]
 _LATER_STAGES_S = 10.0  # after the first pipeline stage, which answers
 
 
@@ -122,3 +125,14 @@ def _session(engine: Any) -> Iterator[None]:
         yield
     finally:
         engine.end_weight_update()
+
+
+def differing(live: Digests, reference: Digests) -> list[str]:
+    """Returns the live tensors that are not as in the reference, or that only one of them has: "engine rank: path"."""
+    nothing: dict[str, str] = {}
+    return [
+        f"{rank}: {path}"
+        for rank, (mine, theirs) in enumerate(zip_longest(live, reference, fillvalue=nothing))
+        for path in sorted(mine.keys() | theirs.keys())
+        if mine.get(path) != theirs.get(path)
+    ]

@@ -1,13 +1,12 @@
-"""What was found, as tables for people and as rows for benchmark/results/soak.json."""
+"""What was found, as rows for benchmark/results/soak.json, and in words."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import fmean, median
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from benchmark.rows import percentile
 from benchmark.soak.launcher import Found, Soak
@@ -31,52 +30,14 @@ def rows(soak: Soak, found: Found) -> list[dict[str, Any]]:
     return [_summary(soak, found), *_clients(found), *_processes(found), *_versions(found)]
 
 
-def print_found(console: Console, found: Found) -> None:
-    """Processes and clients as tables, then the claims."""
-    table = Table(title="what each process holds, MiB: after a tenth of the updates and in the last tenth")
-    for column in ("process", "early", "late", "ratio", "bytes per update", "descriptors", "threads", "maps"):
-        table.add_column(column, justify="right" if column != "process" else "left")
-    for row in found.processes:
-        table.add_row(
-            row.process,
-            f"{row.held_bytes_early / MIB:.1f}",
-            f"{row.held_bytes_late / MIB:.1f}",
-            f"{row.held_ratio:.4f}" if row.flat else f"[bold red]{row.held_ratio:.4f}[/]",
-            f"{row.bytes_per_update:.0f}",
-            *(f"{a} -> {b}" for a, b in (row.descriptors, row.threads, row.maps)),
-        )
-    console.print(table)
-    table = Table(title="clients")
-    columns = ("client", "requests", "failed", "wrong version", "tokens", "median s", "p99 s", "max s")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for client in _clients(found):
-        table.add_row(
-            f"{client['client']}{', streams' if client['stream'] else ''}",
-            f"{client['requests']:,}",
-            str(client["failures"]),
-            str(client["wrong_version"]),
-            f"{client['tokens']:,}",
-            *(f"{client[name]:.3f}" for name in ("seconds_median", "seconds_p99", "seconds_max")),
-        )
-    console.print(table)
-    for complaint in [c for tally in found.tallies for c in tally.complaints]:
-        console.print(f"client: {complaint}", markup=False, highlight=False, soft_wrap=True)
+def said(found: Found) -> Iterator[str]:
+    """Yields what people want to know: complaints of clients, versions that differ, and the claims."""
+    yield from (f"client: {complaint}" for tally in found.tallies for complaint in tally.complaints)
     for version in (v for v in found.versions if not v.right):
         what = f"{len(version.differing)} of {version.tensors} tensors differ: {', '.join(version.differing[:3])}"
-        console.print(f"version {version.version}: {what}; tokens equal: {version.tokens_equal}", markup=False)
-    seconds = [u.seconds for u in found.updated]
-    console.print(
-        f"{len(seconds)} updates in {found.updated[-1].since:.0f} s; "
-        f"an update took {median(seconds):.3f} s (median) to {max(seconds):.3f} s (maximum), the wait for running "
-        f"requests included; {len(found.versions)} versions verified",
-        highlight=False,
-        soft_wrap=True,
-    )
+        yield f"version {version.version}: {what}; tokens equal: {version.tokens_equal}"
     for name, holds in found.claims.items():
-        console.print(
-            f"{'[green]yes[/]' if holds else '[bold red]NO [/]'} {_CLAIMS[name]}", highlight=False, soft_wrap=True
-        )
+        yield f"{'yes' if holds else 'NO '} {_CLAIMS[name]}"
 
 
 def _summary(soak: Soak, found: Found) -> dict[str, Any]:
