@@ -35,33 +35,27 @@ class Megatron:
 
     def has_values(self, engine: Any) -> bool:
         """Returns whether `tensors` finds all parameters' values, on a GPU or offloaded. Collective the first time."""
-        values = OffloadedParameters(engine.module).values
-        return all(values(parameter) is not None for parameter in self._traced(engine).parameters)
+        return self._freed(engine) is None
 
     def tensors(self, engine: Any) -> list[tuple[str, torch.Tensor, ExplicitSharding]]:
         """Returns the arguments of `describe`. Raises as `TracedParameters` does, the first time."""
-        known = OffloadedParameters(engine.module).values
+        if (freed := self._freed(engine)) is not None:
+            raise Unsupported(
+                f"{_name(engine, freed)} has no memory on this trainer rank, and verl has no host copy of it: "
+                "something other than verl's param_offload has freed it. Load the parameters before the sync"
+            )
+        return self._traced(engine).tensors(OffloadedParameters(engine.module).values)
 
-        def values(parameter: torch.Tensor) -> torch.Tensor:
-            found = known(parameter)
-            if found is None:
-                raise Unsupported(
-                    f"{_name(engine, parameter)} has no memory on this trainer rank, and verl has no host copy of it: "
-                    "something other than verl's param_offload has freed it. Load the parameters before the sync"
-                )
-            return found
-
-        return self._traced(engine).tensors(values)
+    def _freed(self, engine: Any) -> torch.Tensor | None:
+        """Returns a parameter whose values are nowhere; None if there is none."""
+        values = OffloadedParameters(engine.module).values
+        of_rank = self._traced(engine).parameters
+        return next((p for p in of_rank if p.numel() and not values(p).untyped_storage().nbytes()), None)
 
     def _traced(self, engine: Any) -> TracedParameters:
         if self._parameters is None:
             _check(engine)
-            known = OffloadedParameters(engine.module).values
-
-            def values(parameter: torch.Tensor) -> torch.Tensor:
-                found = known(parameter)
-                return parameter.data if found is None else found
-
+            values = OffloadedParameters(engine.module).values
             self._parameters = TracedParameters(_conversions(engine), self._all_gather, values)
         return self._parameters
 

@@ -26,22 +26,20 @@ class OffloadedParameters:
                     if copy is not None:
                         self._copies[_storage_id(buffer.param_data)] = buffer.param_data, copy
 
-    def values(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    def values(self, parameter: torch.Tensor) -> torch.Tensor:
         """Returns a parameter's data, or the same view of the host copy if its memory was freed.
 
-        Returns None if it was freed and no copy is known to have the same elements at the same places.
+        Returns the data without memory if no copy is known to have the same elements at the same places.
         """
         data = parameter.data
-        if data.numel() == 0 or data.untyped_storage().nbytes():
-            return data
         flat, copy = self._copies.get(_storage_id(data), (None, None))
-        if flat is None or copy is None:
-            return None
+        if data.numel() == 0 or data.untyped_storage().nbytes() or flat is None or copy is None:
+            return data
         start = int(data.storage_offset()) - int(flat.storage_offset())
         last = start + sum((n - 1) * stride for n, stride in zip(data.shape, data.stride(), strict=True))
         alike = copy.shape == flat.shape and copy.dtype == flat.dtype == data.dtype
         if not (alike and flat.is_contiguous() and copy.is_contiguous() and 0 <= start <= last < flat.numel()):
-            return None
+            return data
         return copy.as_strided(data.size(), data.stride(), int(copy.storage_offset()) + start)
 
 

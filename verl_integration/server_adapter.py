@@ -78,10 +78,9 @@ async def _wait_for_sync(adapter: Any, pending: PendingSync) -> None:
 async def _reshard(adapter: Any, engine: Any, global_steps: int | None, only_adapter: bool) -> dict[str, float]:
     """`only_adapter`: the tensors of the LoRA adapter, and not the weights that it adapts."""
     await adapter._init_server_adapter()
-    sender = getattr(adapter, _SENDER, None)
-    if sender is None:
-        sender = _colocated_sender(adapter)
-        setattr(adapter, _SENDER, sender)
+    if not hasattr(adapter, _SENDER):
+        setattr(adapter, _SENDER, _colocated_sender(adapter))
+    sender: ReplicaSender = getattr(adapter, _SENDER)
     metrics = sender.update_adapter(engine, global_steps) if only_adapter else sender.update(engine, global_steps)
     if adapter._engine is not None and adapter._is_server_tp_leader():
         await _set_global_steps(adapter, sender.global_steps)

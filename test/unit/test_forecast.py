@@ -179,7 +179,9 @@ def test_loads_are_those_of_the_transports(data, bucket):
         targets = empty_targets(copies[e])
         loads.append(engine_load(index, strategy, e, model_of(demands[e], t, targets), bucket))
         transport = P2pReceiver(reads_of(e, index, t, targets), strategy.senders(e), None)
-        assert (loads[e].received, loads[e].extra) == (transport.traffic.received_bytes, transport.extra_bytes)
+        figures = loads[e].figures
+        assert figures.received_bytes == transport.traffic.received_bytes
+        assert figures.extra_bytes == transport.extra_bytes
         assert {t: link.payload_bytes for t, link in loads[e].links.items()} == transport.traffic.read_bytes
     for trainer_rank in range(layout.trainer_ranks):
         receivers = {e: int(s) for e, s in enumerate(strategy.round_bytes[trainer_rank]) if s}
@@ -198,7 +200,8 @@ def test_nothing_is_sent_where_memory_is_read():
     strategy = choose_strategy("ipc", index, demands, ClusterTopology.of(demands, (HOST, HOST)), 1 << 20)
     rank = model_of(demands[1], plans[1], empty_targets(copies[1]))
     load = engine_load(index, strategy, 1, rank, 1 << 20)
-    assert (load.links, load.received, load.extra) == ({1: LinkLoad(64, 64)}, 64, 0)
+    assert load.links == {1: LinkLoad(64, 64)}
+    assert (load.figures.received_bytes, load.figures.extra_bytes) == (64, 0)
 
 
 def _halves():

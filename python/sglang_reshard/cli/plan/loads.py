@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from sglang_reshard.cli.plan.figures import EngineRank
 from sglang_reshard.cli.plan.rank_model import RankModel
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
@@ -60,20 +61,11 @@ class LinkLoad(NamedTuple):
 NOTHING = LinkLoad(0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """One engine rank's part of an update.
+class EngineLoad(NamedTuple):
+    """One engine rank's part of an update. `links`: by trainer rank, for those that this rank reads or is sent."""
 
-    links     trainer rank -> the load of its link, for those whose memory this rank reads or is sent
-    received  bytes received by this rank
-    extra     bytes of this rank's buffers
-    messages  number of messages that this rank receives, or of broadcasts that it participates in
-    """
-
+    figures: EngineRank
     links: Mapping[int, LinkLoad]
-    received: int
-    extra: int
-    messages: int
 
 
 def buckets_bytes(links: Iterable[tuple[int, int]]) -> int:
@@ -91,17 +83,22 @@ def engine_load(
     reads = Reads(engine_rank, _META, index, rank.read_plan, landing, {})
     place(reads, strategy)
     if isinstance(strategy, BroadcastStrategy):
-        return _broadcast_load(reads, strategy.broadcasts)
-    sending = strategy.senders(engine_rank)
-    link_load = _read_load if strategy.name == "nixl" else _sent_load
-    links = {
-        t: link_load(reads, t, sending[t]) if t in sending else LinkLoad(nbytes, nbytes)
-        for t, (nbytes, _) in rank.read_plan.traffic().items()
-    }
-    buckets = buckets_bytes((link.messages, link.bucket_bytes) for link in links.values())
-    received = sum(link.received_bytes for link in links.values())
-    messages = sum(link.messages for link in links.values())
-    return EngineLoad(links, received, _scratch_bytes(reads) + buckets, messages)
+        links, received, messages = _broadcast_links(reads, strategy.broadcasts)
+        largest = max((bucket.nbytes for bucket in _buckets(reads, strategy.broadcasts)), default=0)
+        buckets = buckets_bytes([(messages, largest)])
+    else:
+        sending = strategy.senders(engine_rank)
+        link_load = _read_load if strategy.name == "nixl" else _sent_load
+        links = {
+            t: link_load(reads, t, sending[t]) if t in sending else LinkLoad(nbytes, nbytes)
+            for t, (nbytes, _) in rank.read_plan.traffic().items()
+        }
+        received = sum(link.received_bytes for link in links.values())
+        messages = sum(link.messages for link in links.values())
+        buckets = buckets_bytes((link.messages, link.bucket_bytes) for link in links.values())
+    extra = reads.program.scratch_bytes + landing.nbytes + buckets
+    demand = rank.demand
+    return EngineLoad(EngineRank(engine_rank, demand.host, received, demand.least_bytes, extra, messages), links)
 
 
 def place(reads: Reads, strategy: Strategy) -> None:
@@ -120,10 +117,6 @@ def place(reads: Reads, strategy: Strategy) -> None:
     links = engine_links(reads.tensor_index.layout, plan, program, sending)
     mapped = read_targets(plan, mapped_reads(reads, sending))
     reads.landing.place(targets_by_round(links, plan), mapped, ahead=BUCKETS - 1)
-
-
-def _scratch_bytes(reads: Reads) -> int:
-    return reads.program.scratch_bytes + reads.landing.nbytes
 
 
 def _sent_load(reads: Reads, trainer_rank: int, share: int) -> LinkLoad:
@@ -157,20 +150,22 @@ def _read_load(reads: Reads, trainer_rank: int, share: int) -> LinkLoad:
     return LinkLoad(link.link.payload_bytes, link.read_bytes, len(link.messages), link.bucket_bytes)
 
 
-def _broadcast_load(reads: Reads, plan: BroadcastPlan) -> EngineLoad:
-    """Returns the load under broadcast: shards that only this rank needs are read, others arrive by its groups."""
-    engine_rank, index, reading = reads.engine_rank, reads.tensor_index, reads.read_plan
-    direct = plan.direct_reads[engine_rank][reading.shards(index)]
-    read = np.bincount(reading.trainer_ranks[direct], reading.nbytes[direct], index.layout.trainer_ranks)
+def _broadcast_links(reads: Reads, plan: BroadcastPlan) -> tuple[dict[int, LinkLoad], int, int]:
+    """Returns the links, the bytes that this rank receives, and the number of its broadcasts.
+
+    Shards that only this rank needs are read, others arrive by its groups.
+    """
+    engine_rank, reading = reads.engine_rank, reads.read_plan
+    direct = plan.direct_reads[engine_rank][reading.shards(reads.tensor_index)]
+    trainer_ranks = reads.tensor_index.layout.trainer_ranks
+    read = np.bincount(reading.trainer_ranks[direct], reading.nbytes[direct], trainer_ranks)
     received = int(read.sum())
     for group, segments in zip(plan.groups, plan.segments, strict=True):
         payload = int(segments.nbytes.sum())
         received += payload * (engine_rank in group.members)
         read[group.trainer_rank] += payload * (engine_rank == group.leader)
     links = {int(t): LinkLoad(int(read[t]), int(read[t])) for t in np.flatnonzero(read)}
-    mine = [bucket.nbytes for bucket in _buckets(reads, plan)]
-    buckets = min(BUCKETS, len(mine)) * max(mine, default=0)
-    return EngineLoad(links, received, _scratch_bytes(reads) + buckets, len(mine))
+    return links, received, len(_buckets(reads, plan))
 
 
 def _buckets(reads: Reads, plan: BroadcastPlan) -> list[Bucket]:

@@ -20,7 +20,7 @@ import torch
 from sglang_reshard.cli.plan import worker_process
 from sglang_reshard.cli.plan.checkpoint import specs_of
 from sglang_reshard.cli.plan.cost import costs_with, predicted_seconds
-from sglang_reshard.cli.plan.figures import Communicator, EngineRank, Forecast, Gather, TrainerRank, Way
+from sglang_reshard.cli.plan.figures import Communicator, Forecast, Gather, TrainerRank, Way
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.loads import NOTHING, EngineLoad, buckets_bytes, engine_load
 from sglang_reshard.cli.plan.rank_model import START, RankModel, Refusal, model_rank
@@ -150,10 +150,6 @@ def _figures(
         link_bytes.append(tuple(link.payload_bytes for link in links))
         sent_bytes.append(sum(link.payload_bytes for link in links if link.messages))
         trainer_ranks.append(TrainerRank(rank, host, held[rank], sum(link_bytes[-1]), extra, messages))
-    engine_ranks = [
-        EngineRank(rank, host, load.received, of.demand.least_bytes, load.extra, load.messages)
-        for rank, (host, of, load) in enumerate(zip(request.engine_hosts, ranks, loads, strict=True))
-    ]
     needs = [
         engine_sizing(strategy, rank, of.read_plan, of.program, request.bucket_bytes) for rank, of in enumerate(ranks)
     ]
@@ -161,12 +157,12 @@ def _figures(
     return {
         "transport": strategy.name,
         "transport_reason": strategy.reason,
-        "engine_ranks": tuple(engine_ranks),
+        "engine_ranks": tuple(load.figures for load in loads),
         "trainer_ranks": tuple(trainer_ranks),
         "link_bytes": tuple(link_bytes),
         "gather": Gather(index.nbytes - min(held), index.nbytes, largest),
         "sizing": Sizing(trainer_sizings(index, sent_bytes), tuple(needs)),
-        "messages": sum(load.messages for load in loads),
+        "messages": sum(load.figures.messages for load in loads),
         "communicators": tuple(
             Communicator(sum(peer < len(held) for peer in group), sum(peer >= len(held) for peer in group))
             for group in strategy.groups

@@ -23,6 +23,10 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 from sglang_reshard.testing.cpu_host.host import refuse_gpu
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    """Does nothing: host memory has no streams, no allocator that caches and no profiler."""
+
+
 class _TorchCpu(ModuleType):
     """`torch.cpu` with the functions of `torch.cuda` that verl calls: memory is that of the process."""
 
@@ -59,11 +63,7 @@ class _TorchCpu(ModuleType):
     def set_rng_state(state: torch.Tensor, *_: Any) -> None:
         torch.set_rng_state(state)
 
-    @staticmethod
-    def empty_cache() -> None:
-        """Nothing is cached."""
-
-    ipc_collect = empty_cache
+    empty_cache = ipc_collect = staticmethod(_nothing)
 
 
 _TORCH_CPU = _TorchCpu("sglang_reshard.testing.cpu_host.torch_cpu")
@@ -89,19 +89,10 @@ class CpuPlatform(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None: ...
-
-    def synchronize(self, device_index: int | None = None) -> None: ...
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None: ...
-
-    def empty_cache(self) -> None: ...
+    manual_seed_all = manual_seed
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -116,10 +107,6 @@ class CpuPlatform(PlatformBase):
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
 
-    def profiler_start(self) -> None: ...
-
-    def profiler_stop(self) -> None: ...
-
     def ray_resource_name(self) -> str:
         return "GPU"
 
@@ -129,7 +116,7 @@ class CpuPlatform(PlatformBase):
     def is_ipc_supported(self) -> bool:
         return False
 
-    def cudart(self) -> None: ...
+    set_device = synchronize = empty_cache = set_allocator_settings = profiler_start = profiler_stop = cudart = _nothing
 
 
 def _name_gloo_once() -> None:
