@@ -150,7 +150,7 @@ class DiskEngineEnd(EngineEnd):
             tensor, region = self._regions[part.slice.item]
             of = self._reads.tensor_index.tensor_class(tensor)
             if part.slice.box is not None:
-                region = _within(region, part.slice.box)
+                region = region.part(part.slice.box)
             nbytes = part.runs.total_bytes
             spec = RegionSpec.bits(of.shape, region, of.item_bytes)
             read = bucket[part.offset : part.offset + nbytes].view(spec.dtype)
@@ -255,9 +255,3 @@ def _shares(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
     ends = np.cumsum([len(run.buffer) for run in runs])  # a round has at least one
     cuts = np.searchsorted(ends, [ends[-1] * part // _THREADS for part in range(1, _THREADS)]).tolist()
     return (runs[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(runs)]) if begin < end)
-
-
-def _within(region: Region, box: Box) -> Region:
-    """Returns the part of a region that a box of its elements is."""
-    start = tuple(a + b * s for a, b, s in zip(region.start, box.start, region.step, strict=True))
-    return Region(start, box.shape, region.step)
