@@ -221,9 +221,6 @@ class Cache:
         for name, file in snapshot.files.items():
             with folder.open(snapshot.name, name) as (_, nbytes):
                 check_size(nbytes, file, folder.where(snapshot.name, name))
-        self._check_room(snapshot)
-
-    def _check_room(self, snapshot: Snapshot) -> None:
         needed = sum(file.nbytes for file in snapshot.files.values())
         if needed > shutil.disk_usage(self.path).free:
             self._clear(keep=None)

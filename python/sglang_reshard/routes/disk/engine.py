@@ -33,7 +33,7 @@ from sglang_reshard.routes.disk.messages import get_files
 from sglang_reshard.routes.disk.reader import OpenFiles, Run
 from sglang_reshard.routes.disk.sums import RankSums, Verdict, compare
 from sglang_reshard.routes.nixl.remote_shards import RemoteShard
-from sglang_reshard.routes.p2p.links import destination_reads, destination_view, targets_by_round
+from sglang_reshard.routes.p2p.links import destination_reads, destination_views, targets_by_round
 from sglang_reshard.routes.p2p.messages import send_request
 from sglang_reshard.routes.read_link import ReadLink, ReadMessage
 from sglang_reshard.routes.strategy import Strategy
@@ -119,10 +119,7 @@ class DiskEngineEnd(EngineEnd):
             strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
             return RemoteShard("", int(self._of_tensor[tensor]), int(self._offsets[tensor]), strides)
 
-        views = [
-            tuple(destination_view(reads.program, reads.read_plan, read) for read in numbers)
-            for numbers in destination_reads(reads.read_plan, _SOURCE)
-        ]
+        views = destination_views(reads.program, reads.read_plan, _SOURCE)
         request = send_request(reads.read_plan, _SOURCE)
         return ReadLink.cut(
             "the snapshot", layout, request, shard, views, self._message_bytes, device=None, descriptor_bytes=0
