@@ -1,7 +1,8 @@
-"""Opens files that anybody may have put in a folder: nothing but regular files of that folder."""
+"""Opens files that anybody may have put in a folder: nothing but regular files of that folder. Locks them."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -28,6 +29,17 @@ def open_regular(folder: int, file: str, where: str) -> tuple[BinaryIO, os.stat_
         opened.close()
         raise
     return opened, found
+
+
+def lock(descriptor: int) -> bool | None:
+    """Locks an open file or folder. Returns False if another descriptor has, None on file systems without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def is_folder(path: Path) -> bool:

@@ -343,12 +343,18 @@ def put(data: bytearray, at: int, value: int, nbytes: int = 4) -> None:
         (Kind.POSITIONS, lambda d, p: put(d, p, 2**31 - 1)),
         (Kind.POSITIONS, lambda d, p: (put(d, p, 0), put(d, p + 8, 1352))),
         (Kind.POSITIONS, lambda d, p: put(d, p + 16 + 2 * (units_changed(d, p) - 1), 65_535, 2)),
+        (Kind.POSITIONS, lambda d, p: put(d, p + 18, 0, 2)),  # one position twice
+        (Kind.POSITIONS, lambda d, p: put(d, p + 18, 300, 2)),  # descending
         (Kind.POSITIONS, lambda d, p: put(d, p - 4, units_changed(d, p) + 1)),
         (Kind.POSITIONS, lambda d, p: put(d, p - 4, -1)),
         (Kind.POSITIONS, lambda d, p: put(d, p - 4, 2**31 - 1)),
         (Kind.POSITIONS, lambda d, p: put(d, p - 8, 9)),
         (Kind.MASK, lambda d, p: put(d, p, 0xFFFFFFFF)),
         (Kind.MASK, lambda d, p: put(d, p, 0)),
+        (Kind.MASK, lambda d, p: d.clear()),
+        (Kind.MASK, lambda d, p: d.__delitem__(slice(40, None))),
+        (Kind.MASK, lambda d, p: d.__delitem__(slice(-4, None))),
+        (Kind.MASK, lambda d, p: d.__setitem__(slice(None), b"\xff" * 64)),
     ],
 )
 def test_positions_of_a_delta_stay_within_the_file(tmp_path: Path, kind: Kind, spoil: Any) -> None:
@@ -356,9 +362,10 @@ def test_positions_of_a_delta_stay_within_the_file(tmp_path: Path, kind: Kind, s
     before = base.read_bytes()
     spoil(data, begin)
     (tmp_path / "delta").write_bytes(data)
-    with open(tmp_path / "delta", "rb") as opened, pytest.raises(Mismatch, match="damaged, or belongs to another file"):
+    told = "the delta of base is damaged, or belongs to another file: (.*chunk 0|its header |it has data after )"
+    with open(tmp_path / "delta", "rb") as opened, pytest.raises(Mismatch, match=told):
         apply_delta(opened, base)
-    assert base.stat().st_size == len(before)
+    assert base.read_bytes() == before
 
 
 def units_changed(data: bytearray, begin: int) -> int:
@@ -442,4 +449,4 @@ def test_the_command_goes_on_and_says_once_what_the_server_fails_with(
 
 def test_a_manifest_that_is_missing_is_named(run: Path) -> None:
     with pytest.raises(Mismatch, match=r"step-8/snapshot.json is missing"):
-        manifest(LocalFolder(run), Entry("step-8", 1))
+        manifest(LocalFolder(run), "step-8", Entry("step-8", 1))

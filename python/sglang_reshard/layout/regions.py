@@ -95,6 +95,11 @@ class Region:
     def numel(self) -> int:
         return math.prod(self.count)
 
+    def part(self, box: Box) -> Region:
+        """Returns the elements in a box of this region's own indices, which count from its start, a step each."""
+        start = tuple(a + b * s for a, b, s in zip(self.start, box.start, self.step, strict=True))
+        return Region(start, box.shape, self.step)
+
     def intersect(self, box: Box) -> tuple[Region, tuple[int, ...]] | None:
         """Returns the elements inside `box`, and by how many steps they start later than this region; None if none."""
         start, count, skipped = [], [], []

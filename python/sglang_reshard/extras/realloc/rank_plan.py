@@ -21,7 +21,7 @@ from sglang_reshard.layout.content_addressed import pack_blob
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.memory.mapping import host_identity
 from sglang_reshard.plan import ReadPlan, TensorIndex
-from sglang_reshard.routes.p2p.links import P2pLink, build_rounds, destination_reads, destination_view
+from sglang_reshard.routes.p2p.links import P2pLink, build_rounds, destination_view, destination_views
 from sglang_reshard.routes.p2p.messages import SendRequest, send_request
 from sglang_reshard.sources import NamedTensors, TrainerState, as_list, describe, tied_names
 from sglang_reshard.sources.versions import VersionCounters
@@ -139,7 +139,7 @@ class RankPlan:
             for peer, request in asked.items()
         }
         receives = {
-            peer: self._link(request, per_round[peer, self._rank], self._destinations(peer))
+            peer: self._link(request, per_round[peer, self._rank], destination_views(self._program, self._reads, peer))
             for peer, request in self.requests.items()
         }
         copied = list(self._copied(shards))
@@ -173,13 +173,6 @@ class RankPlan:
 
     def _link(self, request: SendRequest, round_bytes: int, views: Sequence[tuple[torch.Tensor, ...]]) -> P2pLink:
         return P2pLink.cut(self.index.layout, request, int(round_bytes), views)
-
-    def _destinations(self, peer: int) -> list[tuple[torch.Tensor, ...]]:
-        """Returns the target's views of each item that a peer sends."""
-        return [
-            tuple(destination_view(self._program, self._reads, read) for read in reads)
-            for reads in destination_reads(self._reads, peer)
-        ]
 
     def _copied(self, shards: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
         """Yields (destination, source, bytes) within this rank, except memory that is the same on both sides."""

@@ -10,7 +10,6 @@ A copy is never changed: each gets a folder of a new name, so that a server may 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import shutil
@@ -21,12 +20,12 @@ from typing import BinaryIO, NamedTuple
 
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.extras.snapshots.delta_file import apply_delta
-from sglang_reshard.extras.snapshots.folders import Folder, LocalFolder, manifest, manifest_in
+from sglang_reshard.extras.snapshots.folders import Folder, LocalFolder, manifest
 from sglang_reshard.extras.snapshots.manifest import MANIFEST, Entry, Snapshot, encode, write_atomically
 from sglang_reshard.extras.snapshots.names import CACHE_MARK, DELTA
 from sglang_reshard.extras.snapshots.tensor_files import check_files, check_kinds, check_size
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.regular_files import is_folder
+from sglang_reshard.regular_files import is_folder, lock
 
 logger = get_logger(__name__)
 _PART = 1 << 24
@@ -89,7 +88,7 @@ class Cache:
         for name in self._copies.names():
             if name.startswith(_COPY):
                 with contextlib.suppress(Mismatch):
-                    known.append(_Copy(self.path / name, manifest_in(self._copies, name)))
+                    known.append(_Copy(self.path / name, manifest(self._copies, name)))
         newest = max(
             known, key=lambda copy: (copy.snapshot.publication, order.get(copy.snapshot.entry, -1)), default=None
         )
@@ -144,7 +143,7 @@ class Cache:
                 )
             seen.add(base.name)
             try:
-                chain.append(manifest(folder, base))
+                chain.append(manifest(folder, base.name, base))
             except Mismatch as error:
                 logger.warning("%s; snapshot %s is read whole", error, newest.name)
                 return None
@@ -222,9 +221,6 @@ class Cache:
         for name, file in snapshot.files.items():
             with folder.open(snapshot.name, name) as (_, nbytes):
                 check_size(nbytes, file, folder.where(snapshot.name, name))
-        self._check_room(snapshot)
-
-    def _check_room(self, snapshot: Snapshot) -> None:
         needed = sum(file.nbytes for file in snapshot.files.values())
         if needed > shutil.disk_usage(self.path).free:
             self._clear(keep=None)
@@ -249,11 +245,10 @@ def _claim(path: Path) -> int:
     if not (path / CACHE_MARK).exists() and any(path.iterdir()):
         raise Mismatch(f"{path} holds files that do not belong to a snapshot cache; pass an empty folder")
     mark = os.open(path / CACHE_MARK, _MARK, _MODE)
-    try:
-        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    is_free = lock(mark)
+    if is_free is False:
         os.close(mark)
-        raise Mismatch(f"another follower uses the cache {path}; give each follower its own folder") from None
-    except OSError:
+        raise Mismatch(f"another follower uses the cache {path}; give each follower its own folder")
+    if is_free is None:
         logger.warning("%s cannot be locked; make sure that no other follower uses it", path)
     return mark

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Sequence
@@ -110,7 +109,8 @@ def apply_delta(delta: BinaryIO, path: Path) -> None:
         units = [size // header.unit_bytes for size in sizes]
         payloads = [e.payload_bytes(n, header.unit_bytes) for e, n in zip(encoded, units, strict=True)]
         nbytes = sum(payloads)
-        shutil.copyfileobj(_Limited(delta, nbytes), copy, CHUNK_BYTES)
+        while copy.tell() < nbytes and (part := delta.read(min(CHUNK_BYTES, nbytes - copy.tell()))):
+            copy.write(part)
         if copy.tell() != nbytes or delta.read(1):
             raise _invalid(path, f"it has data after the {nbytes:,} bytes of changes")
         if not nbytes:
@@ -162,18 +162,6 @@ def _read_header(delta: BinaryIO, nbytes: int, path: Path) -> tuple[_Header, Seq
         if why := unfit_reason(encoded[-1], size // header.unit_bytes):
             raise _invalid(path, f"chunk {number}: {why}")
     return header, encoded
-
-
-class _Limited:
-    """The next bytes of a file, so many at most."""
-
-    def __init__(self, opened: BinaryIO, nbytes: int) -> None:
-        self._opened, self._left = opened, nbytes
-
-    def read(self, nbytes: int = CHUNK_BYTES, /) -> bytes:
-        data = self._opened.read(min(nbytes, self._left))
-        self._left -= len(data)
-        return data
 
 
 def _read_into(opened: BinaryIO, room: torch.Tensor) -> int:

@@ -52,13 +52,8 @@ def listed(folder: Folder) -> SnapshotList | None:
     return None if data is None else decode_list(data, folder.where(LIST))
 
 
-def manifest(folder: Folder, entry: Entry) -> Snapshot:
-    """Returns a snapshot's manifest. Raises Mismatch if it is missing, or another's."""
-    return manifest_in(folder, entry.name, entry)
-
-
-def manifest_in(folder: Folder, name: str, entry: Entry | None = None) -> Snapshot:
-    """As `manifest`, of a snapshot, any one by default, in the folder `name`."""
+def manifest(folder: Folder, name: str, entry: Entry | None = None) -> Snapshot:
+    """Returns the manifest in the folder `name`. Raises Mismatch if it is missing, or that of another than `entry`."""
     where = folder.where(name, MANIFEST)
     data = _read(folder, name, MANIFEST, MANIFEST_BYTES)
     if data is None:
@@ -71,39 +66,30 @@ def entry_of(folder: Folder, name: str) -> Entry | None:
 
     Raises UnreadableFile if nobody can tell now.
     """
-    where = folder.where(name, MANIFEST)
+    data = _read(folder, name, MANIFEST, MANIFEST_BYTES)
     try:
-        data = _read(folder, name, MANIFEST, MANIFEST_BYTES)
-        snapshot = None if data is None else decode_snapshot(data, where)
-    except UnreadableFile:
-        raise
+        found = None if data is None else decode_snapshot(data, folder.where(name, MANIFEST)).entry
     except Mismatch:
         return None
-    return snapshot.entry if snapshot is not None and snapshot.name == name else None
+    return found if found is not None and found.name == name else None
 
 
-def snapshots_in(folder: Folder) -> SnapshotList:
-    """Returns the list that a folder should have, by its manifests. Snapshots without a valid manifest are left out."""
+def listed_or_found(folder: Folder) -> SnapshotList:
+    """Returns the list of a folder; if it is missing or damaged, the list according to the valid manifests.
+
+    Raises UnreadableFile if it cannot be read now.
+    """
+    data = _read(folder, "", LIST, LIST_BYTES)
+    try:
+        if data is not None:
+            return decode_list(data, folder.where(LIST))
+    except Mismatch as error:
+        logger.warning("%s; it is rebuilt from the snapshots' manifests", error)
     found = []
     for name in sorted(folder.names()):
         with contextlib.suppress(UnreadableFile):  # another's, perhaps
             found.append(entry_of(folder, name))
     return SnapshotList.of({entry.publication or entry.name: entry for entry in found if entry is not None}.values())
-
-
-def listed_or_found(folder: Folder) -> SnapshotList:
-    """Returns the list of a folder; if it is missing or damaged, the list according to the manifests.
-
-    Raises UnreadableFile if it cannot be read now.
-    """
-    try:
-        found = listed(folder)
-    except UnreadableFile:
-        raise
-    except Mismatch as error:
-        logger.warning("%s; it is rebuilt from the snapshots' manifests", error)
-        found = None
-    return snapshots_in(folder) if found is None else found
 
 
 def _read(folder: Folder, name: str, file: str, most_bytes: int) -> bytes | None:

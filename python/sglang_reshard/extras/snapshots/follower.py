@@ -173,7 +173,7 @@ class SnapshotFollower:
 
     def _prepared(self, entry: Entry, entries: Sequence[Entry]) -> Path:
         """Returns the folder that the server is to load. Raises ReshardError, naming a file."""
-        snapshot = manifest(self._folder, entry)
+        snapshot = manifest(self._folder, entry.name, entry)
         if self._cache is None:
             return Path(os.path.abspath(self._folder.where(entry.name)))
         before = self._cache.read_bytes

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.extras.snapshots.folders import LocalFolder, manifest_in
+from sglang_reshard.extras.snapshots.folders import LocalFolder, manifest
 from sglang_reshard.extras.snapshots.manifest import SUM_DIGITS, Entry
 from sglang_reshard.extras.snapshots.tensor_files import SAFETENSORS, check_kinds, check_size, note_tensors, read_table
 from sglang_reshard.layout.names import matches_any
@@ -46,7 +46,7 @@ def open_snapshot(path: Path, entry: Entry, ignore: Sequence[str] = ()) -> Snaps
     if not path.is_absolute():
         raise Mismatch(f"{path} is not an absolute path; pass the path of the snapshot on the server's host")
     folder, name = LocalFolder(path.parent), path.name
-    snapshot = manifest_in(folder, name, entry)
+    snapshot = manifest(folder, name, entry)
 
     def where(file: str) -> str:
         return folder.where(name, file)

@@ -36,7 +36,7 @@ from sglang_reshard.extras.snapshots.names import DELTA, LATEST, LIST, MANIFEST,
 from sglang_reshard.extras.snapshots.tensor_files import INDEX, WEIGHTS
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.publication import MOST_PUBLICATION, next_publication
-from sglang_reshard.regular_files import FOLDER_FLAGS, is_folder
+from sglang_reshard.regular_files import FOLDER_FLAGS, is_folder, lock
 
 logger = get_logger(__name__)
 _POLL_S = 0.05
@@ -73,7 +73,7 @@ class SnapshotFolder:
                 )
             self.partial.mkdir()
             self._lock = os.open(self.partial, FOLDER_FLAGS)
-            _lock(self._lock)
+            lock(self._lock)
 
     def base(self) -> Entry | None:
         """Returns the newest snapshot, which the deltas of this one apply to; None if there is none that can be a base.
@@ -86,7 +86,7 @@ class SnapshotFolder:
         seen = {self._name, *(() if newest is None else (newest.name,))}
         while step is not None:
             try:
-                base = manifest(self._reader, step).base
+                base = manifest(self._reader, step.name, step).base
             except Mismatch as error:
                 logger.warning("%s; snapshot %s is written without deltas", error, self._name)
                 return None
@@ -216,7 +216,7 @@ class SnapshotFolder:
                 continue
             descriptor = os.open(path, FOLDER_FLAGS)
             try:
-                if (is_free := _lock(descriptor)) is False:
+                if (is_free := lock(descriptor)) is False:
                     return path
                 if is_free:
                     shutil.rmtree(path, ignore_errors=True)
@@ -267,7 +267,7 @@ class SnapshotFolder:
         descriptor = os.open(self._folder, FOLDER_FLAGS & ~os.O_NOFOLLOW)
         deadline = time.monotonic() + self._timeout_s
         try:
-            while (is_locked := _lock(descriptor)) is False:
+            while (is_locked := lock(descriptor)) is False:
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(
                         f"another writer has held {self._folder} for {self._timeout_s:.0f} s; find the other trainer "
@@ -277,18 +277,6 @@ class SnapshotFolder:
             yield bool(is_locked)
         finally:
             _unlock(descriptor)
-
-
-def _lock(descriptor: int) -> bool | None:
-    """Locks an open folder. Returns False if another descriptor has locked it, None if the file system locks none."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        logger.debug("folders cannot be locked: %s", error)
-        return None
-    return True
 
 
 def _unlock(descriptor: int) -> None:

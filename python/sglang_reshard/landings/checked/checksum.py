@@ -145,8 +145,7 @@ def _chunks(spec: RegionSpec, views: int, chunk: int) -> Iterator[tuple[slice, R
             yield slice(first, min(first + together, views)), spec, ()
         return
     for box in split(Box.whole(region.count), chunk):
-        start = tuple(a + b * s for a, b, s in zip(region.start, box.start, region.step, strict=True))
-        part = replace(spec, region=Region(start, box.shape, region.step))
+        part = replace(spec, region=region.part(box))
         for number in range(views):
             yield slice(number, number + 1), part, box.slices()
 

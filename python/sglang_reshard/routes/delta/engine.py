@@ -10,9 +10,8 @@ from sglang_reshard.observability.report import Traffic
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, encode
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.base import AroundEnd, Ask, EngineEnd, EngineSide, Meeting, Reads
-from sglang_reshard.routes.delta.ask import DeltaAsk
 from sglang_reshard.routes.delta.incoming import Incoming, NixlReads, P2pReceives
-from sglang_reshard.routes.delta.offer import Sections, moves_less, offered_sections
+from sglang_reshard.routes.delta.offer import DeltaAsk, Sections, moves_less, offered_sections
 from sglang_reshard.routes.delta.target import DeltaTarget
 from sglang_reshard.routes.nixl.engine import NixlEngineEnd
 from sglang_reshard.routes.p2p.ask import put_send_requests

@@ -1,4 +1,4 @@
-"""Describes a section to the engine rank that may have it."""
+"""Defines what an engine asks of trainer ranks that may send it deltas, and how they describe what it may have."""
 
 from __future__ import annotations
 
@@ -10,11 +10,25 @@ from sglang_reshard.errors import Mismatch
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, decode
 from sglang_reshard.protocol.validation.requests import MAX_BUCKET_BYTES
 from sglang_reshard.routes.nixl.remote_shards import MEMORY_KINDS
+from sglang_reshard.routes.p2p.ask import Links
 
 _MAX_CHECKSUM = (1 << 64) - 1
 _MAX_ADDRESS = (1 << 62) - 1  # fits into 64 bits after an addition
 _MAX_GPUS = 1 << 10  # of one host
 PART = 2  # what is sent may be this part of the bytes of all messages: else everything is sent
+
+
+class DeltaAsk(msgspec.Struct, frozen=True):
+    """Asks trainer ranks to keep the weights they have sent, on top of another route.
+
+    links  of the kept weights
+    inner  name of the other route
+    asked  the request of that route
+    """
+
+    links: Links
+    inner: str
+    asked: msgspec.Raw
 
 
 class DeltaOffer(msgspec.Struct, frozen=True, array_like=True):

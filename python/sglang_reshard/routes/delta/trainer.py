@@ -10,8 +10,7 @@ from sglang_reshard.gpu.announce import trainer_device
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import Prepare, encode
 from sglang_reshard.routes.base import Meeting, TrainerEnd, TrainerSide
-from sglang_reshard.routes.delta.ask import DeltaAsk
-from sglang_reshard.routes.delta.offer import DeltaOffer
+from sglang_reshard.routes.delta.offer import DeltaAsk, DeltaOffer
 from sglang_reshard.routes.delta.source import DeltaSource, send_sections
 from sglang_reshard.routes.nixl.ask import trainer_name
 from sglang_reshard.routes.nixl.trainer import NixlTrainerEnd

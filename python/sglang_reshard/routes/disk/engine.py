@@ -33,7 +33,7 @@ from sglang_reshard.routes.disk.messages import get_files
 from sglang_reshard.routes.disk.reader import OpenFiles, Run
 from sglang_reshard.routes.disk.sums import RankSums, Verdict, compare
 from sglang_reshard.routes.nixl.remote_shards import RemoteShard
-from sglang_reshard.routes.p2p.links import destination_reads, destination_view, targets_by_round
+from sglang_reshard.routes.p2p.links import destination_reads, destination_views, targets_by_round
 from sglang_reshard.routes.p2p.messages import send_request
 from sglang_reshard.routes.read_link import ReadLink, ReadMessage
 from sglang_reshard.routes.strategy import Strategy
@@ -119,10 +119,7 @@ class DiskEngineEnd(EngineEnd):
             strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
             return RemoteShard("", int(self._of_tensor[tensor]), int(self._offsets[tensor]), strides)
 
-        views = [
-            tuple(destination_view(reads.program, reads.read_plan, read) for read in numbers)
-            for numbers in destination_reads(reads.read_plan, _SOURCE)
-        ]
+        views = destination_views(reads.program, reads.read_plan, _SOURCE)
         request = send_request(reads.read_plan, _SOURCE)
         return ReadLink.cut(
             "the snapshot", layout, request, shard, views, self._message_bytes, device=None, descriptor_bytes=0
@@ -150,7 +147,7 @@ class DiskEngineEnd(EngineEnd):
             tensor, region = self._regions[part.slice.item]
             of = self._reads.tensor_index.tensor_class(tensor)
             if part.slice.box is not None:
-                region = _within(region, part.slice.box)
+                region = region.part(part.slice.box)
             nbytes = part.runs.total_bytes
             spec = RegionSpec.bits(of.shape, region, of.item_bytes)
             read = bucket[part.offset : part.offset + nbytes].view(spec.dtype)
@@ -255,9 +252,3 @@ def _shares(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
     ends = np.cumsum([len(run.buffer) for run in runs])  # a round has at least one
     cuts = np.searchsorted(ends, [ends[-1] * part // _THREADS for part in range(1, _THREADS)]).tolist()
     return (runs[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(runs)]) if begin < end)
-
-
-def _within(region: Region, box: Box) -> Region:
-    """Returns the part of a region that a box of its elements is."""
-    start = tuple(a + b * s for a, b, s in zip(region.start, box.start, region.step, strict=True))
-    return Region(start, box.shape, region.step)

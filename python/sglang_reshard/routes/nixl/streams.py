@@ -23,7 +23,7 @@ from sglang_reshard.routes.base import Reads
 from sglang_reshard.routes.nixl.agent import memory_kind
 from sglang_reshard.routes.nixl.ask import trainer_name
 from sglang_reshard.routes.nixl.reader import NixlReader
-from sglang_reshard.routes.p2p.links import destination_reads, destination_view, targets_by_round
+from sglang_reshard.routes.p2p.links import destination_views, targets_by_round
 from sglang_reshard.routes.p2p.messages import send_request
 from sglang_reshard.routes.read_link import ReadLink, ReadMessage
 from sglang_reshard.routes.wire.rounds import BUCKETS
@@ -141,10 +141,7 @@ def cut_link(
         layout,
         send_request(plan, rank),
         lambda tensor: reader.shard(peer, tensor),
-        [
-            tuple(destination_view(reads.program, plan, read) for read in numbers)
-            for numbers in destination_reads(plan, rank)
-        ],
+        destination_views(reads.program, plan, rank),
         message_bytes,
         reads.device,
     )

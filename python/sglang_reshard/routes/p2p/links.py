@@ -58,9 +58,7 @@ def engine_links(
     for trainer_rank, nbytes in round_bytes.items():
         dtypes = kept_dtypes(layout, plan, program, trainer_rank) if as_kept else ()
         request = send_request(plan, trainer_rank, dtypes)
-        reads_of_items = destination_reads(plan, trainer_rank)
-        views = [tuple(destination_view(program, plan, read) for read in reads) for reads in reads_of_items]
-        links[trainer_rank] = P2pLink.cut(layout, request, nbytes, views)
+        links[trainer_rank] = P2pLink.cut(layout, request, nbytes, destination_views(program, plan, trainer_rank))
     return links
 
 
@@ -101,6 +99,12 @@ def kept_dtypes(layout: SourceLayout, plan: ReadPlan, program: Program, trainer_
         smaller = not others and ITEM_BYTES.get(kept, math.inf) <= ITEM_BYTES[own]
         found.append(kept if smaller else own)
     return found
+
+
+def destination_views(program: Program, plan: ReadPlan, trainer_rank: int) -> list[tuple[torch.Tensor, ...]]:
+    """Returns, for each item that a trainer rank sends, the views of live memory that it is copied to."""
+    reads_of_items = destination_reads(plan, trainer_rank)
+    return [tuple(destination_view(program, plan, read) for read in reads) for reads in reads_of_items]
 
 
 def destination_view(program: Program, plan: ReadPlan, read: int) -> torch.Tensor:
