@@ -25,7 +25,7 @@ import msgspec
 
 from sglang_reshard.control.protocol import OPERATIONS, Event, ProtocolError, QuotaExceeded, Reply
 
-MAGIC = b"reshard3"
+MAGIC = b"reshard4"
 NONCE_BYTES = PROOF_BYTES = MAC_BYTES = 32
 OPENING_BYTES = len(MAGIC) + NONCE_BYTES
 ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
