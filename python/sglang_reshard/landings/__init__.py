@@ -17,24 +17,24 @@ from sglang_reshard.errors import Mismatch, ReshardError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sglang_reshard.landings.base import TrainerSide
+    from sglang_reshard.landings.base import Responder
     from sglang_reshard.protocol.session import Session
 
-# Name of a landing that asks trainer ranks -> the module with their side.
-_SIDES = {"checked": "sglang_reshard.landings.checked.trainer"}
+# Name of a landing that asks trainer ranks -> the module with the responder of trainer ranks.
+_RESPONDERS = {"checked": "sglang_reshard.landings.checked.trainer"}
 
 
-def trainer_side(landing: str, session: Session, trainer_rank: int, size: int, timeout_s: float) -> TrainerSide:
-    """Returns the side of trainer rank `trainer_rank` of `size` of a landing, whose module is imported now.
+def responder(landing: str, session: Session, trainer_rank: int, size: int, timeout_s: float) -> Responder:
+    """Returns the responder of trainer rank `trainer_rank` of `size` to a landing, whose module is imported now.
 
     Raises Mismatch for a landing that asks nothing.
     """
-    if landing not in _SIDES:
+    if landing not in _RESPONDERS:
         raise Mismatch(
             f"an engine sent a request for the landing {landing!r}, which trainer ranks do not have. Run the same "
             "version of sglang-reshard on both sides"
         )
-    return cast("TrainerSide", import_module(_SIDES[landing]).trainer_side(session, trainer_rank, size, timeout_s))
+    return cast("Responder", import_module(_RESPONDERS[landing]).responder(session, trainer_rank, size, timeout_s))
 
 
 def explained(errors: Mapping[int, ReshardError], *of_trainer: Any) -> dict[int, ReshardError]:

@@ -155,8 +155,8 @@ class Published(Protocol):
     def identity(self) -> tuple[object, ...]: ...
 
 
-class TrainerSide(Protocol):
-    """A trainer rank's side of the landings of one kind, of all engines of a session. It answers what they ask."""
+class Responder(Protocol):
+    """Answers, on one trainer rank, the questions of the landings of one kind, of all engines of a session."""
 
     def answer(
         self,

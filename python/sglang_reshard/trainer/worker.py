@@ -14,8 +14,8 @@ from typing import Any
 
 from sglang_reshard import tasks
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
-from sglang_reshard.landings import trainer_side
-from sglang_reshard.landings.base import TrainerSide
+from sglang_reshard.landings import responder
+from sglang_reshard.landings.base import Responder
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import (
     EngineCommand,
@@ -47,7 +47,7 @@ class TrainerWorker:
         self._shared = shared
         self._engines: tuple[int, ...] = ()
         self._transfers: dict[int, EngineTransfers] = {}  # of engines that have sent commands
-        self._sides: dict[str, TrainerSide] = {}  # of landings that have asked, by their names
+        self._responders: dict[str, Responder] = {}  # of landings that have asked, by their names
 
     def set_engines(self, engines: Iterable[int]) -> None:
         """Sets the engines of further updates, by their numbers."""
@@ -82,7 +82,7 @@ class TrainerWorker:
                     elif isinstance(message.command, Question):
                         asked.add(message.command.landing)
                         given = functools.partial(_published, published, self._rank)
-                        self._side_of(message.command).answer(channel, message.command, given, shards)
+                        self._responder_to(message.command).answer(channel, message.command, given, shards)
                     elif message.engine in self._engines:  # else it has been left out
                         commands.execute(message, alone=len(self._engines) == 1)
         except BaseException:
@@ -97,7 +97,7 @@ class TrainerWorker:
                 transfers.release()
         for landing in asked:
             writable = any(transfers.writable_bytes for transfers in self._transfers.values())
-            self._sides[landing].end(channel.update, writable)
+            self._responders[landing].end(channel.update, writable)
         return results
 
     def _of(self, engine: int) -> EngineTransfers:
@@ -107,16 +107,16 @@ class TrainerWorker:
             )
         return self._transfers[engine]
 
-    def _side_of(self, question: Question) -> TrainerSide:
-        if question.landing not in self._sides:
-            made = trainer_side(question.landing, self._session, self._rank, self._size, self._timeout_s)
-            self._sides[question.landing] = made
-        return self._sides[question.landing]
+    def _responder_to(self, question: Question) -> Responder:
+        if question.landing not in self._responders:
+            made = responder(question.landing, self._session, self._rank, self._size, self._timeout_s)
+            self._responders[question.landing] = made
+        return self._responders[question.landing]
 
     def release(self) -> None:
         """Drops connections, buffers, and the views that keep the shards' memory."""
-        for side in self._sides.values():
-            side.release()
+        for one in self._responders.values():
+            one.release()
         for transfers in self._transfers.values():
             transfers.release()
 

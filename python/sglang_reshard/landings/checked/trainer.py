@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
-from sglang_reshard.landings.base import Published, TrainerSide
+from sglang_reshard.landings.base import Published, Responder
 from sglang_reshard.landings.checked.messages import ChecksAsk, ChecksumPart, Checksums, summed
 from sglang_reshard.landings.checked.regions import RegionSet
 from sglang_reshard.landings.checked.selection import Selection
@@ -34,7 +34,7 @@ class _Answer(NamedTuple):
     part: ChecksumPart
 
 
-class TrainerChecks(TrainerSide):
+class TrainerChecks(Responder):
     """Answers on one trainer rank, of `size`. Keeps checksums, and the views that they are of, between updates."""
 
     def __init__(self, session: Session, trainer_rank: int, size: int, timeout_s: float) -> None:
@@ -127,4 +127,4 @@ class TrainerChecks(TrainerSide):
         return SourceChecksums(source, shards, self._rank, [self._regions[digest] for digest in ask.regions])
 
 
-trainer_side = TrainerChecks
+responder = TrainerChecks
