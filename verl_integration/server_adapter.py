@@ -14,8 +14,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
 from sglang_reshard.trainer.collectives import broadcast_message, gather_messages
@@ -31,12 +29,6 @@ STOCK_MODULE = "verl.workers.rollout.sglang_rollout.sglang_rollout"
 _SENDER = "_sglang_reshard_sender"  # on the adapter
 _WARNED = "_sglang_reshard_warned"
 Stock = Callable[..., Awaitable[Any]]
-
-
-class _Server(msgspec.Struct, frozen=True):
-    """The server that a worker is the first of; no URL for other workers."""
-
-    url: str = ""
 
 
 def install() -> None:
@@ -92,10 +84,9 @@ def _colocated_sender(adapter: Any) -> ReplicaSender:
     given = Settings.of_rollout(adapter.config.checkpoint_engine)
     settings = replace(given, relay=False, asynchronous=False, on_failure="raise")  # these are for standalone replicas
     sender = ReplicaSender(settings)
-    url = adapter._engine.server_args.url() if adapter._engine is not None else ""
-    servers = gather_messages(_Server(url), _Server, world())
+    own = adapter._engine.server_args.url() if adapter._engine is not None else ""  # of a server's first worker
+    urls = list(dict.fromkeys(filter(None, gather_messages(own, str, world()))))
     address = broadcast_message(sender.host(), Address, world())
-    urls = dict.fromkeys(server.url for server in servers if server.url)
     engines = (RemoteEngine(url, timeout_s=settings.sender.timeout_s) if sender.rank == 0 else None for url in urls)
     sends = {url: e.update_weights_distributed if e else None for url, e in zip(urls, engines, strict=True)}
     sender.set_replicas(address, sends)
