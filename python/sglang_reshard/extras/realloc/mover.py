@@ -23,7 +23,7 @@ _TAG = 0x2E5A  # gloo keeps these messages apart from others between the same ra
 
 
 class _Transit(NamedTuple):
-    """Messages in transit, each with its name for errors. NCCL has one operation for all messages of a round."""
+    """Messages in transit, each with its name in errors. NCCL has one operation for all messages of a round."""
 
     rank: int
     works: list[tuple[dist.Work, str]]

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.routes.delta.checks import is_sound, unfit_reason, verdicts
+from sglang_reshard.routes.delta.checks import is_sound, read_encodings, verdicts
 from sglang_reshard.routes.delta.encoding import ALIGN_BYTES, UNITS, Encoded, Kind, apply, encode, index_room
 
 CHUNK_BYTES = 4 << 20
@@ -68,11 +68,11 @@ def write_delta(base: Path, new: Path, out: Path, unit_bytes: int, most: int) ->
     before, after = (torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(2))
     index, values = (torch.empty(n, dtype=torch.uint8) for n in (index_room(CHUNK_BYTES), CHUNK_BYTES + ALIGN_BYTES))
     table: list[Encoded] = []
-    with open(out, "wb") as opened, open(base, "rb", buffering=0) as old, open(new, "rb", buffering=0) as changed:
+    with open(out, "wb") as opened, open(base, "rb") as old, open(new, "rb") as changed:
         opened.seek(written)
         for size in sizes:
             for file, part in ((old, before), (changed, after)):
-                if _read_into(file, part[:size]) != size:
+                if file.readinto(part[:size].numpy().data) != size:
                     written = most + 1  # one of them was truncated: there is no delta
             if written > most:
                 break
@@ -103,7 +103,7 @@ def apply_delta(delta: BinaryIO, path: Path) -> None:
     Raises Mismatch, and leaves the base as it is, for a delta that is damaged, or not of such a file.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(descriptor, "r+b", buffering=0) as content, tempfile.TemporaryFile(dir=path.parent) as copy:
+    with open(descriptor, "r+b") as content, tempfile.TemporaryFile(dir=path.parent) as copy:
         header, encoded = _read_header(delta, os.fstat(descriptor).st_size, path)
         sizes = header.chunks()
         units = [size // header.unit_bytes for size in sizes]
@@ -126,12 +126,12 @@ def apply_delta(delta: BinaryIO, path: Path) -> None:
             if how.kind is Kind.SAME:
                 continue
             content.seek(begin)
-            if _read_into(content, chunk := room[:size]) != size:
+            if content.readinto((chunk := room[:size]).numpy().data) != size:
                 raise _invalid(path, "it was truncated while it was read")
             end = how.index_bytes(count)
             apply(how, part[:end], part[end:], header.unit_bytes, chunk)
             content.seek(begin)
-            _write_all(content, chunk)
+            content.write(chunk.numpy().data)
 
 
 def _read_header(delta: BinaryIO, nbytes: int, path: Path) -> tuple[_Header, Sequence[Encoded]]:
@@ -153,29 +153,9 @@ def _read_header(delta: BinaryIO, nbytes: int, path: Path) -> tuple[_Header, Seq
     data = delta.read(_ROW_BYTES * len(sizes))
     if len(data) != _ROW_BYTES * len(sizes):
         raise _invalid(path, f"its table does not list {len(sizes):,} chunks")
-    encoded = []
-    rows = np.frombuffer(data, "<i4").reshape(-1, 2).tolist()
-    for number, (size, (kind, changed)) in enumerate(zip(sizes, rows, strict=True)):
-        if not 0 <= kind < len(Kind):
-            raise _invalid(path, f"chunk {number} has the unknown kind {kind}")
-        encoded.append(Encoded(Kind(kind), changed))
-        if why := unfit_reason(encoded[-1], size // header.unit_bytes):
-            raise _invalid(path, f"chunk {number}: {why}")
-    return header, encoded
-
-
-def _read_into(opened: BinaryIO, room: torch.Tensor) -> int:
-    """Fills `room` from a file; returns how many bytes there were."""
-    view, filled = room.numpy().data, 0
-    while filled < len(view) and (count := opened.readinto(view[filled:])):  # type: ignore[attr-defined]
-        filled += count
-    return filled
-
-
-def _write_all(opened: BinaryIO, content: torch.Tensor) -> None:
-    view = content.numpy().data
-    while view:
-        view = view[opened.write(view) :]
+    rows = np.frombuffer(data, "<i4").reshape(-1, 2)
+    units = [size // header.unit_bytes for size in sizes]
+    return header, read_encodings(rows, units, lambda number, why: _invalid(path, f"chunk {number}: {why}"))
 
 
 def _invalid(path: Path, why: str) -> Mismatch:

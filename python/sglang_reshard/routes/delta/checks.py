@@ -9,15 +9,32 @@ An index that is sound names as many units as there are values, each once, in as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
+from sglang_reshard.errors import Mismatch
 from sglang_reshard.routes.delta.encoding import BLOCK, Encoded, Index, Kind, index_room
 
 _SIGN = -(1 << 15)  # of 16-bit numbers; flipped, signed ones are in the order of unsigned ones
 # Bits are counted in 64-bit words: those of pairs, of fours, of bytes, and the sum of the bytes.
 _PAIRS, _FOURS, _BYTES, _ONES = (int(digits * (16 // len(digits)), 16) for digits in ("5", "3", "0f", "01"))
+
+
+def read_encodings(rows: np.ndarray, units: Sequence[int], damaged: Callable[[int, str], Mismatch]) -> list[Encoded]:
+    """Returns how messages of `units` are encoded: kind and number of changed units of each. Every field is checked.
+
+    damaged  returns the error for a message of this number, with the given fault
+    """
+    found = []
+    for number, ((kind, changed), of_message) in enumerate(zip(rows.tolist(), units, strict=True)):
+        if not 0 <= kind < len(Kind):
+            raise damaged(number, f"its kind {kind} is unknown")
+        found.append(Encoded(Kind(kind), changed))
+        if why := unfit_reason(found[-1], of_message):
+            raise damaged(number, why)
+    return found
 
 
 def unfit_reason(encoded: Encoded, units: int) -> str:

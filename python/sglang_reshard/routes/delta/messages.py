@@ -21,8 +21,8 @@ import torch
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.routes.delta.base_checksum import message_checksum, row_count
-from sglang_reshard.routes.delta.checks import unfit_reason
-from sglang_reshard.routes.delta.encoding import UNITS, Encoded, Kind, cut_pieces, index_room
+from sglang_reshard.routes.delta.checks import read_encodings
+from sglang_reshard.routes.delta.encoding import UNITS, Encoded, cut_pieces, index_room
 from sglang_reshard.routes.p2p.links import P2pLink
 
 
@@ -115,15 +115,8 @@ def read_table(
 
     Raises that error unless the table fits the messages, and Mismatch unless it fits `nbytes`.
     """
-    rows = np.frombuffer(data.cpu().numpy().tobytes(), "<i8").reshape(-1, 2).tolist()
-    found = []
-    for number, ((kind, changed), units) in enumerate(zip(rows, messages.units, strict=True)):
-        if not 0 <= kind < len(Kind):
-            raise damaged(number, f"its kind {kind} is unknown")
-        encoded = Encoded(Kind(kind), changed)
-        if why := unfit_reason(encoded, units):
-            raise damaged(number, why)
-        found.append(encoded)
+    rows = np.frombuffer(data.cpu().numpy().tobytes(), "<i8").reshape(-1, 2)
+    found = read_encodings(rows, messages.units, damaged)
     announced = table_bytes(len(found)) + sum(index_sizes(found, messages)) + sum(value_sizes(found, messages))
     if announced != nbytes:
         raise damaged(0, f"its table describes {announced:,} bytes, but {nbytes:,} were announced")
