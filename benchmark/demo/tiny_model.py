@@ -88,10 +88,8 @@ def tokenizer() -> Tokenizer:
             show_progress=False,
         ),
     )
-    filled = json.loads(made.to_str())
-    vocabulary = filled["model"]["vocab"]  # and no added tokens, which take every process long to load
-    vocabulary.update({f"<{number}>": number for number in range(len(vocabulary), VOCABULARY)})
-    return Tokenizer.from_str(json.dumps(filled))
+    made.add_tokens([f"<{i}>" for i in range(made.get_vocab_size(), VOCABULARY)])
+    return made
 
 
 def _multiple(of: int, at_least: int) -> int:

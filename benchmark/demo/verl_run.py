@@ -33,9 +33,7 @@ def for_chats(folder: Path) -> None:
     described = json.loads(settings.read_text())
     settings.write_text(json.dumps({**described, "chat_template": CHAT_TEMPLATE, "pad_token": "<end>"}))
     tokens = json.loads(tokenizer.read_text())
-    end, last = "<|im_end|>", tiny_model.VOCABULARY - 1
-    tokens["model"]["vocab"][end] = tokens["model"]["vocab"].pop(f"<{last}>")  # in place of one that only fills up
-    tokens["added_tokens"].append({**tokens["added_tokens"][0], "id": last, "content": end, "special": False})
+    tokens["added_tokens"][-1]["content"] = "<|im_end|>"  # in place of one of those that only fill up
     tokenizer.write_text(json.dumps(tokens))
 
 
