@@ -132,7 +132,7 @@ class Sections:
         table, begin = self._begin[0], self._begin[1]
         rows = described(self.shape, data[:table])
         assert rows is not None
-        damage(memory, self.shape, 0, list(_spans(rows, table)), random)
+        damage(memory, self.shape, 0, list(_spans(rows, table, with_values=False)), random)
         found = described(self.shape, bytes(memory[:table]))
         if found is not None and random.random() < 0.9:  # so that what follows the table is looked at
             nbytes = table + sum(one.index + one.values for one in found)
@@ -260,7 +260,7 @@ class Files:
         table = 8 * len(self.shape.units)
         rows = described(self.shape, bytes(data[begin : begin + table]))
         assert rows is not None
-        damage(data, self.shape, begin, list(_file_spans(rows, begin + table)), random)
+        damage(data, self.shape, begin, list(_spans(rows, begin + table, with_values=True)), random)
         kind = random.random()
         if kind < 0.05:
             del data[random.randrange(len(data)) :]
@@ -342,16 +342,10 @@ def _changed(generator: np.random.Generator, tensor: torch.Tensor, share: float)
     return found
 
 
-def _spans(rows: Sequence[Described], begin: int) -> Iterator[tuple[int, int, int]]:
+def _spans(rows: Sequence[Described], begin: int, *, with_values: bool) -> Iterator[tuple[int, int, int]]:
     for number, one in enumerate(rows):
         yield number, begin, begin + one.index
-        begin += one.index
-
-
-def _file_spans(rows: Sequence[Described], begin: int) -> Iterator[tuple[int, int, int]]:
-    for number, one in enumerate(rows):
-        yield number, begin, begin + one.index
-        begin += one.index + one.values
+        begin += one.index + (one.values if with_values else 0)
 
 
 def kinds(kind: str, folder: Path, seed: int) -> list[Kind]:

@@ -8,7 +8,6 @@ rank may write, and once into the live weights.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from sglang_reshard.routes.read_link import ReadLink, ReadMessage
 from sglang_reshard.routes.strategy import Strategy
 from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
 from sglang_reshard.shown_names import some_names
+from sglang_reshard.trace.geometry import contiguous_strides
 
 T = TypeVar("T")
 _SOURCE = 0  # the trainer rank that holds all tensors
@@ -115,8 +115,7 @@ class DiskEngineEnd(EngineEnd):
         reads, layout = self._reads, self._reads.tensor_index.layout
 
         def shard(tensor: int) -> RemoteShard:
-            shape = layout.tensors[tensor].shape
-            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            strides = contiguous_strides(layout.tensors[tensor].shape)
             return RemoteShard("", int(self._of_tensor[tensor]), int(self._offsets[tensor]), strides)
 
         views = destination_views(reads.program, reads.read_plan, _SOURCE)
