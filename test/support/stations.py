@@ -18,6 +18,7 @@ import torch
 
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.engine.prepared import Transfers
+from sglang_reshard.engine.target_planner import TargetPlanner
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.landings.checked.trainer import TrainerChecks
 from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel
@@ -72,7 +73,7 @@ class Stations:
     def install(self, side: Literal["engine", "trainer"]) -> Stations:
         self._before(CopyList, "run", "move", _half)
         if side == "engine":
-            self._before(UpdateExecutor, "_prepare_target", "look")
+            self._before(TargetPlanner, "_plan", "look")
             self._before(Transfers, "plan", "plan")
             self._before(Transfers, "connect", "connect")
             self._before(NixlReader, "start", "read")

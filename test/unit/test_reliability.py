@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import ControlServer
+from sglang_reshard.engine.context import Phase, Vote
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.update import UpdateExecutor
@@ -36,14 +38,15 @@ def test_a_rank_that_is_lost_in_a_vote_counts_as_torn_unless_it_learns_that_nobo
         trainer, session = Session.join(server.address, 10), Session.join(server.address, 10)
         with trainer.trainer_channel(1, "trainer rank 0"), contextlib.suppress(ConnectionLost):
             channel = session.engine_channel(1, 0, "engine rank 0")
-            context: Any = SimpleNamespace(channel=channel, request=SimpleNamespace(update=1))
+            lost = Mock(side_effect=ConnectionLost("of this rank"))
+            context: Any = SimpleNamespace(channel=channel, request=SimpleNamespace(update=1), all_gather=lost)
             with channel:
                 if others == "write":
                     channel.all_gather("connect", 0, 1, "", 10, WRITING)
                 if others == "cannot be asked":
                     server.close()
-                with pytest.raises(ConnectionLost), UpdateExecutor._begins_to_write(executor, context, may_write=True):
-                    raise ConnectionLost("of this rank")
+                with pytest.raises(ConnectionLost):
+                    UpdateExecutor._vote_before_writing(executor, context, Phase.CONNECT, Vote(), may_write=True)
         trainer.client.close()
         session.client.close()
     assert bool(executor.torn) is torn
