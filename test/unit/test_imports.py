@@ -100,49 +100,6 @@ def test_packages_import_downwards_only():
     assert upwards == []
 
 
-# Package or module -> those that it must not import, also where its row would allow it: what it does not know.
-UNKNOWN = {
-    "api": ("extras.snapshots", "extras.modules", "routes.nixl", "routes.delta"),
-    "engine": (
-        "routes.nixl", "routes.relay", "routes.delta", "routes.broadcast", "routes.p2p", "extras",
-        "landings.checked", "landings.converting", "landings.shadow", "derived.search", "sources",
-    ),
-    "trainer": ("routes.nixl", "routes.relay", "routes.delta", "extras", "landings.checked"),
-    "protocol": ("routes", "landings", "plan", "trace"),
-    "plan": ("sources", "trace", "protocol"),
-    "landings.base": ("landings.checked", "landings.converting", "landings.shadow"),
-    "landings.choice": ("landings.checked", "landings.converting", "landings.shadow"),
-    **{
-        f"routes.{shared}": ("routes.nixl", "routes.relay", "routes.delta", "routes.broadcast")
-        for shared in ("base", "choice", "ipc", "p2p", "strategy", "wire")
-    },
-    **{
-        f"trace.{plain}": ("trace.block_formats", "trace.converting_loader", "trace.gaps", "trace.repack")
-        for plain in ("coverage", "loader", "lowering", "memory", "passes", "recorder", "tracer")
-    },
-}  # fmt: skip
-
-
-def within_package(module: str, package: str) -> bool:
-    return f"{module}.".startswith(f"sglang_reshard.{package}.")
-
-
-@pytest.mark.parametrize("package", UNKNOWN)
-def test_what_is_shared_does_not_know_what_uses_it(package):
-    known = modules()
-    found = []
-    for module, path in known.items():
-        if within_package(module, package):
-            for node in imported_at_top_level(ast.parse(path.read_text())):
-                targets = [f"{node.module}.{alias.name}" for alias in node.names]
-                targets = [target if target in known else node.module or "" for target in targets]
-                found += [
-                    f"{module} imports {t}" for t in targets if any(within_package(t, u) for u in UNKNOWN[package])
-                ]
-    assert found == []
-    assert any(within_package(module, package) for module in known), "there is no such package"
-
-
 def test_no_packages_import_each_other():
     below: dict[str, set[str]] = {}
     for package, target in arrows():
