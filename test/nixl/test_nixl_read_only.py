@@ -32,8 +32,7 @@ def be_trainer(orders: Any, said: Any, ways: str) -> None:
     handles = MemoryExporter(0).export([shard], ["weight"])
     section = allocate_readable(4 * ELEMENTS, torch.device("cpu"), "trainer rank 0").view(torch.float32)
     section.fill_(VALUE)
-    progress = Progress()
-    progress.share("engine rank 0")
+    progress = Progress("engine rank 0")
     source = NixlSource("trainer rank 0", [shard, progress.word], [section])
     places = [source.place(tensor)[2] for tensor in (shard, section, progress.word)]
     said.put((source.remote.metadata, places, source.writable_bytes, handles))
