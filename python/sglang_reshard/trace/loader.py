@@ -51,7 +51,7 @@ class Loaded:
 
 
 class Loader:
-    """The loader of a model whose parameters are as it knows them. `converting.ConvertingLoader` has others.
+    """The loader of a model whose parameters are as it knows them. `converting_loader.ConvertingLoader` has others.
 
     as_built  keys of the storages, without memory, that stand for parameters of converted modules
     repacked  the converted modules

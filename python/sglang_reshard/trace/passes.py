@@ -43,11 +43,10 @@ class Pass:
 
 def may_convert(module: torch.nn.Module) -> bool:
     """Returns whether a module has been repacked after loading, or may keep weights that are quantized in blocks."""
-    attributes = vars(module)
-    built = attributes.get(BUILT)
+    built = vars(module).get(BUILT)
     if built is not None and built.differs(module):
         return True
-    return getattr(attributes.get("quant_method"), "quant_config", None) is not None
+    return getattr(getattr(module, "quant_method", None), "quant_config", None) is not None
 
 
 def has_flags(module: torch.nn.Module) -> bool:
@@ -62,7 +61,7 @@ def _defers(module: torch.nn.Module) -> bool:
 
 
 def _has_scales(module: torch.nn.Module) -> bool:
-    return not module._parameters.keys().isdisjoint(("k_scale", "v_scale"))
+    return any(isinstance(getattr(module, name, None), torch.Tensor) for name in ("k_scale", "v_scale"))
 
 
 # Their last steps come in this order.
