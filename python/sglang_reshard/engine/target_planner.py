@@ -69,8 +69,7 @@ class TargetPlanner:
         """
         found, exchanged = self._gathered(context, "demands")
         searched = self._names_of(context.request) is self._names
-        unread = found.unread(exchanged)
-        if unread and not searched and not_ignored(unread, context.request.ignore):
+        if not searched and not_ignored(found.unread(exchanged), context.request.ignore):
             context.check_votes(Phase.PREPARE, self.find_names(context, last, torn))
             found, exchanged = self._gathered(context, "demands/names")
         return found, exchanged

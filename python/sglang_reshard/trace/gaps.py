@@ -77,7 +77,8 @@ def find_gaps(
     staying = kept_modules(model, loader.repacked, storages, loaded.all_written, may_stay, stock.all_may_stay)
     left, kept = check_coverage(model, storages, every, loader.as_built, stock, stays)
     kept += check_buffers(model, storages, {record.storage for record in every}, stock, stays)
-    check_quantized(model, storages, every, kept, stock)
+    if kept:
+        check_quantized(model, storages, every, kept, stock)
     loader.leave(staying)
     return Gaps(
         tuple(dict.fromkeys(one.name for one in left)),
