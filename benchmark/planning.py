@@ -21,7 +21,7 @@ from benchmark import pages
 from benchmark.deepseek_v3 import copies, fsdp_layout
 from benchmark.results import Row
 from sglang_reshard.gpu.rank_info import RankGpuInfo
-from sglang_reshard.layout.content_addressed import pack_blob
+from sglang_reshard.layout.decoders import pack_blob
 from sglang_reshard.plan import ClusterTopology, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
 from sglang_reshard.routes.choice import choose_strategy
 from sglang_reshard.routes.p2p.messages import send_request

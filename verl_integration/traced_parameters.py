@@ -15,9 +15,9 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.sources import ExplicitSharding
-from sglang_reshard.trace.checkpoint_order_view import shard_view
 from sglang_reshard.trace.converter_trace import TracedResult, trace_converter
 from sglang_reshard.trace.geometry import Geometry
+from sglang_reshard.trace.live_shards import shard_view
 from sglang_reshard.verl.local_views import Computed, JoinedParts, LocalView, Values, computed, join
 from sglang_reshard.verl.shard_exchange import AllGather, LocalBoxes, RankShards, merge_shards
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from sglang_reshard.layout.content_addressed import inflate
+from sglang_reshard.layout.decoders import inflate
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import RankLocation, ReadPlan, TensorIndex, plan_reads
 from sglang_reshard.trace.program import Copy, Program

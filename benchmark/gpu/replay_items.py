@@ -27,9 +27,8 @@ from benchmark.gpu.recording import Recording
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
 from sglang_reshard.layout.regions import Region
-from sglang_reshard.memory.byte_ranges import ShardRead
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
-from sglang_reshard.memory.peer_memory import PeerMemory
+from sglang_reshard.memory.peer_memory import PeerMemory, ShardRead
 from sglang_reshard.plan import ReadPlan, TensorIndex
 from sglang_reshard.routes.base import Reads
 from sglang_reshard.routes.p2p.engine import P2pReceiver

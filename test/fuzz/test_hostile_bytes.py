@@ -10,7 +10,7 @@ from fuzz.arbitrary import changed, damaged, value_of
 from fuzz.settings import fuzzed
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.landings.checked.regions import RegionSet
-from sglang_reshard.layout.content_addressed import inflate, pack_blob, unpack_blob
+from sglang_reshard.layout.decoders import inflate, pack_blob, unpack_blob
 from sglang_reshard.memory.mapping import Handles
 from sglang_reshard.plan import RankDemand
 from sglang_reshard.protocol import messages

@@ -10,7 +10,7 @@ from fuzz.arbitrary import changed, value_of
 from fuzz.exported import some_exported, strangers
 from fuzz.settings import fuzzed
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.layout.content_addressed import pack_blob, unpack_blob
+from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.memory.mapping import Handles, ShmStorage
 from sglang_reshard.memory.peer_memory import PeerMemory

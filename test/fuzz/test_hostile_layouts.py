@@ -8,7 +8,7 @@ from fuzz.arbitrary import changed, value_of
 from fuzz.settings import fuzzed
 from fuzz.states import layout_of
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout.content_addressed import pack_blob, unpack_blob
+from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads, rank_demand, unread_tensors
 from sglang_reshard.protocol.validation import check_layout

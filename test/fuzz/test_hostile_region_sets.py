@@ -9,7 +9,7 @@ from sglang_reshard.errors import Mismatch
 from sglang_reshard.landings.checked.regions import RegionKind, RegionSet, num_groups
 from sglang_reshard.landings.checked.selection import Selection
 from sglang_reshard.landings.checked.source import SourceChecksums
-from sglang_reshard.layout.content_addressed import pack_blob, unpack_blob
+from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 
 LIVE = ("float32", "bfloat16")
 

@@ -10,7 +10,7 @@ from fuzz.settings import fuzzed
 from fuzz.states import copies_of, layout_of, shards_of, whole_of
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
-from sglang_reshard.layout.content_addressed import pack_blob, unpack_blob
+from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.memory.peer_memory import PeerMemory

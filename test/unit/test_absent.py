@@ -58,8 +58,8 @@ CAPABILITIES = (
         "converter_slices", "deepspeed", "flat", "fsdp", "fsdp1", "fused", "lora", "lora_config", "lora_experts",
         "megatron_lora", "uneven", "verl_shard_spec", "versions")),
     *(f"trace.{name}" for name in (
-        "block_formats", "block_fp8", "block_specs", "built_modules", "cells", "converter_trace", "converting_loader",
-        "folded", "gaps", "initial_values", "kept", "kv_scales", "left_alone", "names_read", "nvfp4", "post_load",
+        "block_formats", "block_fp8", "built_modules", "cells", "converter_trace", "converting_loader",
+        "folded", "gaps", "initial_values", "kept", "kv_scales", "left_alone", "names_read", "post_load",
         "quantized_parts", "repack", "scalars", "stock_load")),
 )  # fmt: skip
 

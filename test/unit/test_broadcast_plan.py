@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.layout.packing import ALIGN_BYTES
-from sglang_reshard.layout.regions import Box
+from sglang_reshard.layout.regions import ALIGN_BYTES, Box
 from sglang_reshard.routes.broadcast.plan import plan_broadcast
 from support.plans import HOST, rank_demands, tensor_parallel, tp_copies, wanted
 

@@ -15,7 +15,7 @@ from sglang_reshard.landings.checked.regions import MAX_GROUPS, RegionKind, Regi
 from sglang_reshard.landings.checked.selection import Selection
 from sglang_reshard.landings.checked.source import SourceChecksums
 from sglang_reshard.landings.checked.target import TargetChecksums
-from sglang_reshard.layout.content_addressed import pack_blob
+from sglang_reshard.layout.decoders import pack_blob
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor

@@ -13,7 +13,7 @@ from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, TornWeights, Unsupported
 from sglang_reshard.landings.checked.whole_model import with_kept
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.may_stay import MayStay
+from sglang_reshard.trace.program import MayStay
 from sglang_reshard.trace.tracer import trace
 from support.toy import ToyRank, checkpoint
 from support.toy_repacking import Repacking, live_tensors, started, weights

@@ -5,10 +5,9 @@ import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import LocalRegion
-from sglang_reshard.memory.byte_ranges import ShardRead
 from sglang_reshard.memory.gpu_memory import MARK_WORDS
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
-from sglang_reshard.memory.peer_memory import PeerMemory, unmap, unreadable_reason
+from sglang_reshard.memory.peer_memory import PeerMemory, ShardRead, unmap, unreadable_reason
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import describe, memory_identity
 from sglang_reshard.sources.memory_identity import MemoryIdentity

@@ -12,10 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import LocalRegion
 from sglang_reshard.memory import peer_memory as memory_module
-from sglang_reshard.memory.byte_ranges import ShardRead
 from sglang_reshard.memory.host_arena import HostArena
 from sglang_reshard.memory.mapping import MemoryExporter
-from sglang_reshard.memory.peer_memory import PeerMemory
+from sglang_reshard.memory.peer_memory import PeerMemory, ShardRead
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.publisher import ShardPublisher
 from support.gpu_runtime import GPU, one_process_runtime, shard_in

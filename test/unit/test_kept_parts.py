@@ -16,7 +16,7 @@ from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import EngineRefused, TornWeights, Unsupported
 from sglang_reshard.trace.initial_values import keep_initial_values
 from sglang_reshard.trace.kept import patterns_of
-from sglang_reshard.trace.may_stay import MayStay
+from sglang_reshard.trace.program import MayStay
 from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from support.sweep import examples

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
-from sglang_reshard.trace.block_formats import FP8, Nvfp4Blocks
+from sglang_reshard.trace.block_formats import FP8, Nvfp4Blocks, quantize_nvfp4
 from sglang_reshard.trace.block_fp8 import _Quantizer
 from sglang_reshard.trace.built_modules import remember
 from sglang_reshard.trace.names_read import names_read
-from sglang_reshard.trace.nvfp4 import quantize_nvfp4
 from sglang_reshard.trace.tracer import trace
 from support import nvfp4
 from support.sweep import examples

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.layout.packing import ALIGN_BYTES, aligned
-from sglang_reshard.layout.regions import Box, LocalRegion
+from sglang_reshard.layout.regions import ALIGN_BYTES, Box, LocalRegion, aligned
 from sglang_reshard.routes.p2p.messages import (
     SendItem,
     SendRequest,

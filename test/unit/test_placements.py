@@ -15,8 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout.shard_order import in_order_of_strides
-from sglang_reshard.layout.source_layout import compute_local_shapes, compute_shard_map
+from sglang_reshard.layout.source_layout import compute_local_shapes, compute_shard_map, in_order_of_strides
 from sglang_reshard.sources import Mesh, Placement, describe
 from support.sweep import examples
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout.content_addressed import pack_blob, unpack_blob
+from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.source_layout import EXPLICIT, first_difference
 from sglang_reshard.sources import (

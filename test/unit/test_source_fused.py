@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout.content_addressed import pack_blob, unpack_blob
+from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.shard_map import invalid_reason
 from sglang_reshard.layout.source_layout import EXPLICIT, compute_shard_map

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_reshard.copying.merging import StridedCopy, merge_strided
+from sglang_reshard.copying.host_copies import StridedCopy, merge_strided
 
 
 def elements(copies):

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.checkpoint_headers import folder_specs
 from sglang_reshard.trace.initial_values import keep_initial_values
-from sglang_reshard.trace.may_stay import MayStay
+from sglang_reshard.trace.program import MayStay
 from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from tools.oracle.replay import replay

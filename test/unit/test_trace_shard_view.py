@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace.checkpoint_order_view import shard_view
 from sglang_reshard.trace.converter_trace import trace_converter
+from sglang_reshard.trace.live_shards import shard_view
 from support.moves import ELSEWHERE, chained, chains, counted, elsewhere, halves_joined, heads_picked, shapes
 from support.sweep import examples
 

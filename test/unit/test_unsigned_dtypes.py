@@ -11,7 +11,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace.casts import check_cast
+from sglang_reshard.trace.program import check_cast
 from support.sweep import sweep
 from support.world import run_world
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.rank_info import RankGpuInfo
-from sglang_reshard.layout.content_addressed import inflate, pack_blob, unpack_blob
+from sglang_reshard.layout.decoders import inflate, pack_blob, unpack_blob
 from sglang_reshard.memory.mapping import Handles, ShardView, ShmStorage
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import (

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout.content_addressed import pack_blob, unpack_blob
+from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import invalid_reason
 from sglang_reshard.layout.source_layout import EXPLICIT

@@ -23,7 +23,7 @@ from sglang_reshard.derived.reachable import MISSING, Table, tables
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.live_signature import LiveSignature
-from sglang_reshard.trace.passes import has_flags
+from sglang_reshard.trace.loader import has_flags
 
 if TYPE_CHECKING:
     from sglang_reshard.derived.search import Search

@@ -17,9 +17,9 @@ import torch
 from sglang_reshard.derived.laziness import is_made_of_values, makers, owners
 from sglang_reshard.derived.loaded_state import Change
 from sglang_reshard.torch_private import TorchDispatchMode
-from sglang_reshard.trace import aten_ops
 from sglang_reshard.trace.lazy_tensor import tensors_in
 from sglang_reshard.trace.live import storage_key
+from sglang_reshard.trace.recorder import written_arguments
 
 
 class Remake(NamedTuple):
@@ -162,7 +162,7 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for written in aten_ops.written_arguments(func, args, kwargs):
+        for written in written_arguments(func, args, kwargs):
             for tensor in written if isinstance(written, (list, tuple)) else (written,):
                 if isinstance(tensor, torch.Tensor) and storage_key(tensor) in self._weights:
                     raise RuntimeError(f"{func} writes to a weight")

@@ -22,8 +22,7 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import PUBLISHED_S, Session
 from sglang_reshard.protocol.update_channel import update_scope
 from sglang_reshard.protocol.validation import check_layout
-from sglang_reshard.trace.may_stay import MayStay
-from sglang_reshard.trace.program import Program
+from sglang_reshard.trace.program import MayStay, Program
 
 logger = get_logger(__name__)
 

@@ -9,9 +9,7 @@ import torch
 
 from sglang_reshard.derived import DerivedState
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.casts import torch_dtype
-from sglang_reshard.trace.may_stay import MayStay
-from sglang_reshard.trace.program import Program, Step
+from sglang_reshard.trace.program import MayStay, Program, Step, torch_dtype
 from sglang_reshard.trace.tracer import trace
 
 if TYPE_CHECKING:

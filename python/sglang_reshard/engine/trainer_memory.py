@@ -9,9 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 
 from sglang_reshard.layout.source_layout import SourceLayout
-from sglang_reshard.memory.byte_ranges import ShardRead
 from sglang_reshard.memory.mapping import Handles
-from sglang_reshard.memory.peer_memory import PeerMemory, unmap, unreadable_reason
+from sglang_reshard.memory.peer_memory import PeerMemory, ShardRead, unmap, unreadable_reason
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import PUBLISHED_S, Session, handles_key
 from sglang_reshard.protocol.validation import check_handles

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,13 @@ ITEM_BYTES = {
     "float8_e8m0fnu": 1, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
     "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
 }  # fmt: skip
+ALIGN_BYTES = 16  # offsets in buckets and messages are multiples of it, so that any dtype can view them
+Bytes = TypeVar("Bytes", int, np.ndarray)
+
+
+def aligned(nbytes: Bytes, unit: int = ALIGN_BYTES) -> Bytes:
+    """Rounds up to a multiple of `unit`."""
+    return -(-nbytes // unit) * unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.layout.packing import aligned
+from sglang_reshard.layout.regions import aligned
 from sglang_reshard.memory.shm import allocate_shared, check_free_shm
 
 ALIGNMENT = 64  # bytes

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.layout.packing import aligned
+from sglang_reshard.layout.regions import aligned
 from sglang_reshard.memory.gpu_memory import GpuAllocation, GpuExporter, Mark
 from sglang_reshard.memory.host_arena import HostArena
 from sglang_reshard.memory.shm import check_free_shm, raise_descriptor_limit, share

@@ -1,7 +1,7 @@
 """Shared memory: moving storages into it, opening exactly the file that was announced, mapping many as one tensor.
 
 Files are mapped one after the other into one range of addresses. One tensor covers them all, so that boxes of many of
-them can be one strided view: tens of thousands of small copies become a few large ones (`merging.merge_strided`).
+them can be one strided view: tens of thousands of small copies become a few large ones (`copying.host_copies`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout.packing import aligned
+from sglang_reshard.layout.regions import aligned
 
 _TMPFS_MAGIC = 0x01021994  # of /dev/shm and of memfd_create
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # on Linux, on all architectures that torch has wheels for

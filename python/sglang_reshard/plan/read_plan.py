@@ -20,7 +20,7 @@ import numpy as np
 
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.rank_info import RankGpuInfo
-from sglang_reshard.layout.content_addressed import inflate
+from sglang_reshard.layout.decoders import inflate
 from sglang_reshard.layout.regions import Box, LocalRegion, Region
 from sglang_reshard.layout.shard_map import ShardBox
 from sglang_reshard.plan.tensor_index import TensorClass, TensorIndex

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from sglang_reshard.control import ControlClient
-from sglang_reshard.layout.content_addressed import pack_blob, unpack_blob
+from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Sequence
 import torch
 
 from sglang_reshard.copying.copy_list import CopyList
-from sglang_reshard.copying.merging import StridedCopy, merge_strided
+from sglang_reshard.copying.host_copies import StridedCopy, merge_strided
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.plan import ClusterTopology, RankDemand, ReadPlan, TensorIndex

@@ -14,8 +14,7 @@ import torch
 
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout.packing import ALIGN_BYTES, aligned
-from sglang_reshard.layout.regions import LocalRegion
+from sglang_reshard.layout.regions import ALIGN_BYTES, LocalRegion, aligned
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan.runs import Runs, plan_runs
 from sglang_reshard.routes.nixl.remote_shards import RemoteShard

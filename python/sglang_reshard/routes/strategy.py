@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_reshard.memory.byte_ranges import ShardRead
+from sglang_reshard.memory.peer_memory import ShardRead
 from sglang_reshard.plan import ClusterTopology, RankDemand, ReadPlan, TensorIndex
 
 REQUESTED = "requested"  # the reason for a transport that was asked for by its name

@@ -17,8 +17,8 @@ import torch
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import ShardMap
+from sglang_reshard.layout.source_layout import LocalShard
 from sglang_reshard.sources.fused import FusedSlice, NamedSlices, invalid_slice_reason
-from sglang_reshard.sources.local_shard import LocalShard
 
 Range = tuple[int, int]  # first element of a flat buffer, and one past the last
 

@@ -21,7 +21,7 @@ import torch
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import ShardBox, ShardMap
-from sglang_reshard.sources.local_shard import LocalShard
+from sglang_reshard.layout.source_layout import LocalShard
 
 NamedSlices = tuple[tuple[str, "FusedSlice"], ...]  # checkpoint names, and their boxes of the fused tensor
 

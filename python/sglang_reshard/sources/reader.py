@@ -17,6 +17,7 @@ from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import ITEM_BYTES
 from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap, canonical, invalid_reason
 from sglang_reshard.layout.source_layout import (
+    LocalShard,
     Mesh,
     MeshSharding,
     Placement,
@@ -24,9 +25,7 @@ from sglang_reshard.layout.source_layout import (
     compute_local_shapes,
     compute_shard_map,
 )
-from sglang_reshard.sources.dtensor import local_tensor, mesh_sharding
-from sglang_reshard.sources.dtensor_spec import LEFT_TO_RIGHT, ShardOrder, shard_order
-from sglang_reshard.sources.local_shard import LocalShard
+from sglang_reshard.sources.dtensor import LEFT_TO_RIGHT, ShardOrder, local_tensor, mesh_sharding, shard_order
 from sglang_reshard.sources.memory_identity import is_flattened, is_partitioned
 from sglang_reshard.torch_private import is_traceable_wrapper_subclass
 

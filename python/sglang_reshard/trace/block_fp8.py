@@ -5,7 +5,7 @@ an exponent of one byte. A trainer sends it under the same name without a scale.
 tensors that a checkpoint in block-fp8 would have. The program makes these out of whole blocks of the trainer's weight,
 in bfloat16, and does with them what the loader does.
 
-NVFP4 has two weights in a byte, and one more scale for a whole weight, which the trainer sends, see `nvfp4`.
+NVFP4 has two weights in a byte, and one more scale for a whole weight, which the trainer sends, see `block_formats`.
 """
 
 from __future__ import annotations

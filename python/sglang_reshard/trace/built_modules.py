@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sglang_reshard.trace.live import storage_key
-from sglang_reshard.trace.passes import BUILT
+from sglang_reshard.trace.loader import BUILT
 
 HELPERS = ("quant_method", "scheme")  # attributes of a module whose objects keep state of its post-processing
 _REGISTERS = ("_parameters", "_buffers", "_modules")

@@ -15,7 +15,6 @@ import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.aten_ops import aten
 from sglang_reshard.trace.geometry import MAX_BOXES, BoxMapping, IndexMap, TooFragmented, to_boxes
 from sglang_reshard.trace.lazy_storage import (
     CheckpointTensor,
@@ -27,7 +26,7 @@ from sglang_reshard.trace.lazy_storage import (
 )
 from sglang_reshard.trace.lazy_tensor import LazyTensor
 from sglang_reshard.trace.memory import geometry_of
-from sglang_reshard.trace.recorder import Recorder
+from sglang_reshard.trace.recorder import Recorder, aten
 
 # An index is followed as runs of equidistant positions; one of more runs is computed.
 MAX_RUNS = 4096

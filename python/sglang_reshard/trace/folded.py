@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_reshard.trace.code_uses import methods_of
-from sglang_reshard.trace.passes import FLAGS, Pass
+from sglang_reshard.trace.loader import FLAGS, Pass
 from sglang_reshard.trace.program import Step
 
 UNFOLD = "unfold"  # the description of the steps

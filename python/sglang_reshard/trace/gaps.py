@@ -26,9 +26,8 @@ from sglang_reshard.trace.lazy_storage import LiveStorage, VersionedView, leaves
 from sglang_reshard.trace.left_alone import LeftAlone, check_buffers, restoring_steps
 from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.loader import Loaded, Loader, check_names
-from sglang_reshard.trace.may_stay import MayStay
 from sglang_reshard.trace.memory import Record, geometry_of
-from sglang_reshard.trace.program import Step
+from sglang_reshard.trace.program import MayStay, Step
 from sglang_reshard.trace.quantized_parts import check_quantized
 from sglang_reshard.trace.stock_load import EngineStart, StockLoad, copies_of, source_names
 

@@ -12,8 +12,8 @@ import torch
 
 from sglang_reshard.trace.lazy_storage import LiveStorage
 from sglang_reshard.trace.live import storage_key
-from sglang_reshard.trace.may_stay import MayStay
 from sglang_reshard.trace.memory import Record
+from sglang_reshard.trace.program import MayStay
 from sglang_reshard.trace.repack import RepackedModule
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from sglang_reshard.trace.passes import Pass
+from sglang_reshard.trace.loader import Pass
 from sglang_reshard.trace.program import Step
 
 _NAMES = ("k_scale", "v_scale")

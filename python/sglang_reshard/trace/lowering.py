@@ -13,8 +13,6 @@ import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Region
-from sglang_reshard.trace.aten_ops import map_leaves
-from sglang_reshard.trace.casts import check_cast, torch_dtype
 from sglang_reshard.trace.geometry import (
     MAX_BOXES,
     Geometry,
@@ -37,7 +35,8 @@ from sglang_reshard.trace.lazy_storage import (
 )
 from sglang_reshard.trace.live import flat_view
 from sglang_reshard.trace.memory import Record
-from sglang_reshard.trace.program import Copy, Step
+from sglang_reshard.trace.program import Copy, Step, check_cast, torch_dtype
+from sglang_reshard.trace.recorder import map_leaves
 
 # Values of the storages that one run has computed so far, by storage and number of writes.
 Values = dict[tuple[int, int], torch.Tensor]

@@ -14,7 +14,6 @@ import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.casts import equals_one_cast, torch_dtype
 from sglang_reshard.trace.geometry import Geometry, IndexMap, TooFragmented
 from sglang_reshard.trace.lazy_storage import (
     CheckpointTensor,
@@ -30,6 +29,7 @@ from sglang_reshard.trace.lazy_storage import (
 )
 from sglang_reshard.trace.lazy_tensor import LazyTensor
 from sglang_reshard.trace.live import live_storages, storage_key
+from sglang_reshard.trace.program import equals_one_cast, torch_dtype
 
 if TYPE_CHECKING:
     from sglang_reshard.trace.scalars import Scalars

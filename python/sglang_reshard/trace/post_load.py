@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace.aten_ops import map_leaves
 from sglang_reshard.trace.lazy_tensor import LazyTensor
-from sglang_reshard.trace.passes import Pass
+from sglang_reshard.trace.loader import Pass
 from sglang_reshard.trace.program import Step
+from sglang_reshard.trace.recorder import map_leaves
 
 _HOOK = "post_load_weights"
 

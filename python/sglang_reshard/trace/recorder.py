@@ -8,19 +8,82 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace import aten_ops
-from sglang_reshard.trace.aten_ops import map_leaves
 from sglang_reshard.trace.lazy_storage import LazyStorage, OpOutput, Write
 from sglang_reshard.trace.lazy_tensor import LazyTensor, tensors_in
 from sglang_reshard.trace.memory import TraceMemory, geometry_of, storage_like
 
 if TYPE_CHECKING:
     from sglang_reshard.trace.scalars import TracedScalar
+
+aten = torch.ops.aten
+
+COPY = aten.copy_.default
+FILLS = (aten.fill_.Scalar, aten.zero_.default)
+FILL_TENSOR = aten.fill_.Tensor
+ITEMS = (aten._local_scalar_dense.default, aten.item.default)
+CAST = aten._to_copy.default
+CLONE = aten.clone.default
+CAT = aten.cat.default
+STACK = aten.stack.default
+PAD = aten.constant_pad_nd.default
+# Factories shaped after a lazy tensor, and the value that they fill in.
+FACTORIES = {
+    aten.empty_like.default: None,
+    aten.new_empty.default: None,
+    aten.new_empty_strided.default: None,
+    aten.zeros_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.ones_like.default: 1,
+    aten.new_ones.default: 1,
+}
+
+
+@cache
+def is_view(func: Any) -> bool:
+    """Returns True if the result aliases an argument. (That of _unsafe_view does, though its schema hides it.)"""
+    return func is aten._unsafe_view.default or any(
+        r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+    )
+
+
+@cache
+def _written_parameters(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    )
+
+
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    parameters = _written_parameters(func)
+    if not parameters:
+        return []
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in parameters]
+
+
+@cache
+def out_of_place(func: Any) -> Any:
+    """Returns the operator that computes what an in-place one (`mul_`) would leave behind; None if there is none."""
+    namespace, name = func._schema.name.split("::")
+    if namespace != "aten" or not name.endswith("_") or len(_written_parameters(func)) != 1:
+        return None
+    packet = getattr(aten, name[:-1], None)
+    return getattr(packet, func._overloadname, None)
+
+
+def map_leaves(function: Any, value: Any) -> Any:
+    """Returns the arguments of an operator with `function` applied to every leaf."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([map_leaves(function, v) for v in value])
+    if kind is dict:
+        return {k: map_leaves(function, v) for k, v in value.items()}
+    return function(value)
 
 
 class Recorder(TraceMemory):
@@ -60,12 +123,12 @@ class Recorder(TraceMemory):
 
         That is, if one is in a list, or if it writes live memory or reads stale memory. Any other operator runs.
         """
-        if aten_ops.is_view(func):  # of no list
+        if is_view(func):  # of no list
             return func(*args, **kwargs)
         tensors = tensors_in(args, kwargs)
         if LazyTensor in map(type, tensors):
             return self.record(func, args, kwargs)
-        for target in aten_ops.written_arguments(func, args, kwargs):
+        for target in written_arguments(func, args, kwargs):
             for tensor in target if isinstance(target, (list, tuple)) else (target,):
                 if isinstance(tensor, torch.Tensor) and self.intercepts(tensor):
                     return self.record(func, args, kwargs)
@@ -90,33 +153,33 @@ class Recorder(TraceMemory):
             self.scalars.check_unused(func, args, kwargs)
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is aten_ops.COPY or func is aten_ops.FILL_TENSOR:
+        if func is COPY or func is FILL_TENSOR:
             self.write(args[0], self.as_lazy(args[1]))
             return args[0]
-        if aten_ops.is_view(func):
+        if is_view(func):
             return self._view(func, args, kwargs)
-        if func in aten_ops.ITEMS:
+        if func in ITEMS:
             return float(self.item(self.as_lazy(args[0])))
-        if func in aten_ops.FILLS:
+        if func in FILLS:
             self.write(args[0], args[1] if len(args) > 1 else 0)
             return args[0]
         self._check_scalars(func, args, kwargs)
-        if aten_ops.written_arguments(func, args, kwargs):
+        if written_arguments(func, args, kwargs):
             return self._in_place(func, args, kwargs)
         args, kwargs = map_leaves(self.as_lazy, args), map_leaves(self.as_lazy, kwargs)
-        if func is aten_ops.CAST:
+        if func is CAST:
             # Casts to another device, too: all lazy tensors are on the engine's.
             dtype = kwargs.get("dtype") or args[0].dtype
-            return self._copied(aten_ops.CAST(args[0].meta, dtype=dtype), [(None, args[0])])
-        if func is aten_ops.CLONE:
+            return self._copied(CAST(args[0].meta, dtype=dtype), [(None, args[0])])
+        if func is CLONE:
             return self._copied(func(args[0].meta, **kwargs), [(None, args[0])])
-        if func is aten_ops.CAT or func is aten_ops.STACK:
+        if func is CAT or func is STACK:
             return self._joined(func, args)
-        if func is aten_ops.PAD and all(p >= 0 for p in args[1]):
+        if func is PAD and all(p >= 0 for p in args[1]):
             return self._padded(func, args)
-        if func in aten_ops.FACTORIES:
+        if func in FACTORIES:
             out = func(*map_leaves(_meta, args), **{**kwargs, "device": "meta"})
-            value = aten_ops.FACTORIES[func]
+            value = FACTORIES[func]
             return self._copied(out, [] if value is None else [(None, value)])
         return self._computed(func, args, kwargs)
 
@@ -134,7 +197,7 @@ class Recorder(TraceMemory):
             for to, source in zip(args[0], args[1], strict=True):
                 self.write(to, self.as_lazy(source))
             return None
-        compute = aten_ops.out_of_place(func)
+        compute = out_of_place(func)
         if compute is None:
             raise Unsupported(
                 f"The loader calls {func}, whose writes cannot be traced. Update this model with SGLang's own "
@@ -148,14 +211,14 @@ class Recorder(TraceMemory):
         parts = [self.as_lazy(t, always=True) for t in args[0]]
         dim = args[1] if len(args) > 1 else 0
         # cat ignores empty vectors, whatever their dtype.
-        if func is aten_ops.CAT and len(parts) > 1:
+        if func is CAT and len(parts) > 1:
             parts = [p for p in parts if p.shape != (0,)] or parts[:1]
         out = func([p.meta for p in parts], dim)
         writes: list[tuple[torch.Tensor | None, Any]] = []
         start = 0
         for i, part in enumerate(parts):
-            size = part.meta.size(dim) if func is aten_ops.CAT else 1
-            writes.append((out.narrow(dim, start, size) if func is aten_ops.CAT else out.select(dim, i), part))
+            size = part.meta.size(dim) if func is CAT else 1
+            writes.append((out.narrow(dim, start, size) if func is CAT else out.select(dim, i), part))
             start += size
         return self._copied(out, writes)
 

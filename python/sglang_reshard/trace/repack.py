@@ -19,8 +19,8 @@ from sglang_reshard.trace.built_modules import HELPERS, BuiltModule, built_modul
 from sglang_reshard.trace.geometry import Geometry
 from sglang_reshard.trace.lazy_storage import CheckpointTensor, LiveStorage, Number
 from sglang_reshard.trace.live import OWN_ATTRIBUTES, flat_view, storage_key
+from sglang_reshard.trace.loader import Pass
 from sglang_reshard.trace.memory import Record, geometry_of
-from sglang_reshard.trace.passes import Pass
 from sglang_reshard.trace.post_load import Run as PostLoad
 from sglang_reshard.trace.program import Program, Step
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace.casts import equals_one_cast
 from sglang_reshard.trace.geometry import IndexMap, TooFragmented
 from sglang_reshard.trace.lazy_storage import (
     CheckpointTensor,
@@ -15,6 +14,7 @@ from sglang_reshard.trace.lazy_storage import (
     names_of,
     origins,
 )
+from sglang_reshard.trace.program import equals_one_cast
 
 _USE_OWN = "Update this model with SGLang's own update_weights_from_tensor."
 

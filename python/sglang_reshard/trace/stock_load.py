@@ -25,8 +25,8 @@ from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.kept import patterns_of
 from sglang_reshard.trace.lazy_storage import CheckpointTensor, VersionedView, checkpoint_tensors, leaves
-from sglang_reshard.trace.may_stay import MayStay
 from sglang_reshard.trace.memory import Record
+from sglang_reshard.trace.program import MayStay
 
 _MOST_PATTERNS = 12  # that an error lists
 

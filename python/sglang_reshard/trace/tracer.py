@@ -14,13 +14,11 @@ import torch
 from sglang_reshard.errors import ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.coverage import is_complete
+from sglang_reshard.trace.coverage import check_order, is_complete
 from sglang_reshard.trace.geometry import boxes_forgotten
 from sglang_reshard.trace.loader import check_names, loader_of
 from sglang_reshard.trace.lowering import Lowering, drop_repeated_writes
-from sglang_reshard.trace.may_stay import MayStay
-from sglang_reshard.trace.program import Program, Step
-from sglang_reshard.trace.read_order import check_order
+from sglang_reshard.trace.program import MayStay, Program, Step
 
 if TYPE_CHECKING:
     from sglang_reshard.trace.stock_load import EngineStart

@@ -22,8 +22,8 @@ from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_befor
 from sglang_reshard.engine.names.search import Reading, find_names, reading
 from sglang_reshard.engine.target_planning import LoaderNames
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.may_stay import MayStay
 from sglang_reshard.trace.names_read import names_read
+from sglang_reshard.trace.program import MayStay
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights, write_checkpoint
 from support.scripts import answer

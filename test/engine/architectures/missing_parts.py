@@ -23,7 +23,7 @@ import torch
 from examination import Weights, begin, built, said, specs_of
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.trace.may_stay import MayStay
+from sglang_reshard.trace.program import MayStay
 from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights, tiny_checkpoints, write_checkpoint

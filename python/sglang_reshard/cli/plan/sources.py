@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from sglang_reshard.cli.plan.request import Source
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.layout.shard_order import in_order_of_strides
-from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
+from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor, in_order_of_strides
 
 # Tensor parallelism as trainers have it: what leads into a block's middle is split by rows, what leads out of it by
 # columns, and norms, routers and biases of the latter are whole on every rank.

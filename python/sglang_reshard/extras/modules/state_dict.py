@@ -17,7 +17,7 @@ from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.sources.versions import VersionCounters
-from sglang_reshard.trace.may_stay import MayStay
+from sglang_reshard.trace.program import MayStay
 
 logger = get_logger(__name__)
 

@@ -18,8 +18,7 @@ from sglang_reshard.memory.overlap import Written, written_once
 from sglang_reshard.plan import RankLocation, ReadPlan, TensorIndex, plan_reads
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.sources import SourceTensor, TrainerState
-from sglang_reshard.trace.casts import check_cast
-from sglang_reshard.trace.program import Copy, Program
+from sglang_reshard.trace.program import Copy, Program, check_cast
 
 
 class Demand(msgspec.Struct, frozen=True):

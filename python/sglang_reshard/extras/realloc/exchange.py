@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.layout.content_addressed import unpack_blob
+from sglang_reshard.layout.decoders import unpack_blob
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.layout.union import union
 from sglang_reshard.trainer.collectives import broadcast_message, translated_errors

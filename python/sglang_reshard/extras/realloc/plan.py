@@ -22,7 +22,7 @@ from sglang_reshard.extras.realloc.demand import Demand, check_all_listed, sent_
 from sglang_reshard.extras.realloc.exchange import exchange_blobs, raise_together, union_of_layouts
 from sglang_reshard.extras.realloc.rank_plan import Described, Given, Listing, PreparedMove, RankPlan
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.layout.content_addressed import unpack_blob
+from sglang_reshard.layout.decoders import unpack_blob
 from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES
 from sglang_reshard.routes.p2p.messages import SendRequest, round_bytes
 from sglang_reshard.trainer.collectives import require_cpu_backend, translated_errors

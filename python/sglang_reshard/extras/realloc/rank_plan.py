@@ -17,7 +17,7 @@ from sglang_reshard.extras.realloc.memory import UsedMemory, check_not_overwritt
 from sglang_reshard.extras.realloc.mover import Mover
 from sglang_reshard.gpu.announce import trainer_device
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.layout.content_addressed import pack_blob
+from sglang_reshard.layout.decoders import pack_blob
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.memory.mapping import host_identity
 from sglang_reshard.plan import ReadPlan, TensorIndex

@@ -8,8 +8,7 @@ from dataclasses import replace
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.layout.names import matches_any
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.may_stay import MayStay
-from sglang_reshard.trace.program import Program
+from sglang_reshard.trace.program import MayStay, Program
 
 # Buffers of vLLM's attention layers. Its loaders take them by name, and unquantized checkpoints do not have them.
 _SCALES = ("*._q_scale", "*._k_scale", "*._v_scale", "*._prob_scale")

@@ -1,7 +1,7 @@
 """Validates what one process sends to another about tensors and memory, before it is used.
 
 A message is authenticated, but its content may be wrong: a broken trainer must not crash the engine that reads its
-memory, nor the other way round. `layout.content_addressed` decodes messages, with a bound on their size and under a
+memory, nor the other way round. `layout.decoders` decodes messages, with a bound on their size and under a
 content hash. After these checks every index is within its table, every view within its memory, and all work is bounded:
 
     check_layout        engine ranks, before a trainer's layout is used

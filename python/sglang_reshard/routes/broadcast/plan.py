@@ -20,9 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.layout.packing import aligned
-from sglang_reshard.layout.regions import Box, Region, split
-from sglang_reshard.memory.byte_ranges import ShardRead
+from sglang_reshard.layout.regions import Box, Region, aligned, split
+from sglang_reshard.memory.peer_memory import ShardRead
 from sglang_reshard.plan.read_plan import RankDemand, ReadPlan, demanded_shards
 from sglang_reshard.plan.tensor_index import TensorIndex
 from sglang_reshard.routes.strategy import Strategy, shard_reads

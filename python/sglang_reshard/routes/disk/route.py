@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sglang_reshard.layout.packing import aligned
+from sglang_reshard.layout.regions import aligned
 from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex
 from sglang_reshard.routes.disk.engine import DiskEngineEnd as engine_end
 from sglang_reshard.routes.strategy import REQUESTED, Strategy, demanded_bytes

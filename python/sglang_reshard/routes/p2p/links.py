@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_reshard.copying.copy_list import CopyList
-from sglang_reshard.layout.packing import aligned
-from sglang_reshard.layout.regions import ITEM_BYTES
+from sglang_reshard.layout.regions import ITEM_BYTES, aligned
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import ReadPlan
 from sglang_reshard.routes.ipc import read_targets

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from sglang_reshard.layout.packing import ALIGN_BYTES, aligned
-from sglang_reshard.layout.regions import ITEM_BYTES, Box, LocalRegion, split
+from sglang_reshard.layout.regions import ALIGN_BYTES, ITEM_BYTES, Box, LocalRegion, aligned, split
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan.read_plan import ReadPlan
 
