@@ -131,24 +131,16 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalRegion:
+class LocalRegion(Region):
     """A region of a trainer rank's local tensor: `count` elements along each dimension, `step` apart, from `start`.
 
     Of a flat local tensor, `start` is one number, its first element; the steps are then elements of the local tensor.
     """
 
-    start: tuple[int, ...]
-    count: tuple[int, ...]
-    step: tuple[int, ...]
-
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> LocalRegion:
         """Returns all of a local tensor of `shape` (elements)."""
         return cls((0,) * len(shape), tuple(shape), (1,) * len(shape))
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.count)
 
     @property
     def is_flat(self) -> bool:

@@ -26,7 +26,7 @@ def named_shards(module: nn.Module) -> Iterator[tuple[Any, ...]]:
         yield from _of_fsdp(module)
         return
     yield from module.named_parameters()
-    yield from _persistent_buffers(module)
+    yield from persistent_buffers(module)
 
 
 def _of_fsdp(module: nn.Module) -> Iterator[tuple[Any, ...]]:
@@ -54,12 +54,13 @@ def _of_fsdp(module: nn.Module) -> Iterator[tuple[Any, ...]]:
             yield name, sharded.of(name, parameter)
         elif not is_flattened(parameter) and (cleaned := clean_name(name)) not in flattened:
             yield cleaned, sharded.of(name, parameter)
-    for name, tensor in _persistent_buffers(module):
+    for name, tensor in persistent_buffers(module):
         yield clean_name(name) if wrapped else name, tensor
 
 
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the buffers of a module's state dict, by name."""
     for path, part in module.named_modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set:
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, buffer

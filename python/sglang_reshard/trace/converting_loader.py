@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,23 +15,10 @@ from sglang_reshard.trace.block_formats import FP8, WHOLE, Blocks, blocks_of, nv
 from sglang_reshard.trace.block_fp8 import quantize_on_arrival
 from sglang_reshard.trace.built_modules import modules_as_built
 from sglang_reshard.trace.lazy_storage import checkpoint_tensors
-from sglang_reshard.trace.loader import Loaded, Loader, Pass, run_loader
+from sglang_reshard.trace.loader import Loaded, Loader, run_loader
 from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.program import Program, torch_dtype
-from sglang_reshard.trace.recorder import Recorder
 from sglang_reshard.trace.repack import check_deferred, repack_on_arrival, repacked_modules, split_records
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ConvertedLoad(Loaded):
-    """One run of a loader, see `Loaded`.
-
-    quantized  names of the tensors that it was given quantized, although the trainer has them in more bits
-    constants  by path of a repacked module: fills of its parameters
-    """
-
-    quantized: set[str] = field(default_factory=set)
-    constants: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 class ConvertingLoader(Loader):
@@ -53,12 +40,8 @@ class ConvertingLoader(Loader):
     def leave(self, staying: Collection[Any]) -> None:
         self.repacked = [module for module in self.repacked if module not in staying]
 
-    def run(self, specs: Sequence[TensorSpec], last: list[str] | None = None) -> ConvertedLoad:
-        recorder, records, passes, quantized = self._loaded(specs, last)
-        split = split_records(self.repacked, recorder.storages, records)
-        return ConvertedLoad(
-            recorder, split.writes, split.all_written, passes, split.overwritten, quantized, split.constants
-        )
+    def run(self, specs: Sequence[TensorSpec], last: list[str] | None = None) -> Loaded:
+        return split_records(self.repacked, self._loaded(specs, last))
 
     def instead(self, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         if self._blocks is None:
@@ -69,41 +52,39 @@ class ConvertingLoader(Loader):
         return [in_fp8(spec) if spec.name in candidates else spec for spec in specs]
 
     def converted(self, program: Program, loaded: Loaded, specs: Sequence[TensorSpec]) -> Program:
-        assert isinstance(loaded, ConvertedLoad)
         check_deferred(self.repacked, loaded.passes)
         if self.repacked:
             program = repack_on_arrival(program, self.repacked, loaded.constants)
         if self._blocks is not None and loaded.quantized:
             by_name = {spec.name: spec for spec in specs}
-            program = quantize_on_arrival(program, by_name, loaded.quantized, self._blocks)
+            program = quantize_on_arrival(program, by_name, set(loaded.quantized), self._blocks)
         return program
 
-    def _loaded(
-        self, specs: Sequence[TensorSpec], last: list[str] | None
-    ) -> tuple[Recorder, list[Record], Sequence[Pass], set[str]]:
-        """Also returns the names of tensors that the loader got quantized although `specs` have more bits."""
-        blocks = self._blocks
+    def _loaded(self, specs: Sequence[TensorSpec], last: list[str] | None) -> Loaded:
+        """Gives the loader the quantized forms of those tensors that it keeps quantized, if `specs` have more bits."""
+        blocks, run = self._blocks, super().run
         if blocks is None:
-            return *self.recorded(specs, last), set()
+            return run(specs, last)
+        refused: ReshardError | None = None
         if blocks.whole:
             names = with_whole_scale(specs, blocks)
-            return *self.recorded(as_quantized(specs, names, blocks), last), names
-        candidates, refused = wider(specs, blocks), None
-        try:
-            found = self.recorded(specs, last)
-            names = sources_of_fp8(found[1]) & candidates
-            if not names:
-                return *found, names
-        except ReshardError as error:
-            refused = error  # of a loader that checks dtypes itself, perhaps
+        else:
+            candidates = wider(specs, blocks)
+            try:
+                found = run(specs, last)
+                names = sources_of_fp8(found.writes) & candidates
+                if not names:
+                    return found
+            except ReshardError as error:
+                refused = error  # of a loader that checks dtypes itself, perhaps
         if refused is not None:
             try:
-                names = sources_of_fp8(self.recorded(self.instead(specs), last)[1]) & candidates
+                names = sources_of_fp8(run(self.instead(specs), last).writes) & candidates
             except ReshardError:
                 raise refused from None
             if not names:
                 raise refused
-        return *self.recorded(as_quantized(specs, names, blocks), last), names
+        return replace(run(as_quantized(specs, names, blocks), last), quantized=names)
 
 
 def refusal_of_nvfp4(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> str:

@@ -12,9 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.sources.module import persistent_buffers
 from sglang_reshard.trace.geometry import Geometry, IndexMap, TooFragmented, grid_shape, intersection, to_boxes
 from sglang_reshard.trace.lazy_storage import CheckpointTensor, LiveStorage, VersionedView, leaves
-from sglang_reshard.trace.live import persistent_buffers, storage_key
+from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.memory import Record, geometry_of
 
 

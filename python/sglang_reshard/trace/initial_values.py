@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_reshard.sources.module import persistent_buffers
 from sglang_reshard.trace.kv_scales import is_scale
-from sglang_reshard.trace.live import persistent_buffers
 
 _KEPT = "_reshard_initial_values"  # the attribute of a model that has its InitialValues
 _COPIED_ELEMENTS = 1 << 16

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.sources.module import persistent_buffers
 from sglang_reshard.trace.geometry import Geometry
 from sglang_reshard.trace.initial_values import InitialValues, kept_values
 from sglang_reshard.trace.lazy_storage import LiveStorage
-from sglang_reshard.trace.live import flat_view, persistent_buffers, storage_key
+from sglang_reshard.trace.live import flat_view, storage_key
 from sglang_reshard.trace.program import Step
 from sglang_reshard.trace.stock_load import StockLoad, source_names
 

@@ -32,14 +32,6 @@ def live_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                         yield f"{name}.{key}", item
 
 
-def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the buffers of a model's state dict, by name."""
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield (f"{path}.{name}" if path else name), buffer
-
-
 def storage_key(tensor: torch.Tensor) -> int:
     """Returns what identifies a tensor's storage: its address, or for a meta tensor that of torch's storage object.
 

@@ -10,10 +10,10 @@ Asks the model's modules what the loader needs in addition. Only that is importe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -105,8 +105,10 @@ class Loaded:
 
     writes       its writes to live memory, and to the memory of modules that are converted
     all_written  `writes`, and the constants that it fills into converted modules
-    overwritten  copies that later ones replace: their tensors are read, and nothing of them is kept
     passes       of the run
+    overwritten  copies that later ones replace: their tensors are read, and nothing of them is kept
+    constants    by path of a converted module: fills of its parameters
+    quantized    names of the tensors that it was given quantized, although the trainer has them in more bits
     """
 
     recorder: Recorder
@@ -114,6 +116,8 @@ class Loaded:
     all_written: Sequence[Record]
     passes: Sequence[Pass]
     overwritten: Sequence[Record] = ()
+    constants: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    quantized: Collection[str] = ()
 
     @property
     def storages(self) -> dict[int, LiveStorage]:
@@ -140,28 +144,22 @@ class Loader:
         yield
 
     def run(self, specs: Sequence[TensorSpec], last: list[str] | None = None) -> Loaded:
-        """Runs it over checkpoint tensors. `last` gets the name of the last one that it received.
+        """Runs it over just these checkpoint tensors. `last` gets the name of the last one that it received.
 
         Raises Mismatch and Unsupported as `tracer.trace` does.
         """
-        recorder, records, passes = self.recorded(specs, last)
-        return Loaded(recorder, records, records, passes)
-
-    def recorder(self) -> Recorder:
-        """Returns a recorder of one run."""
-        return Recorder(self.model, self.as_built, weightless=self._weightless)
-
-    def recorded(
-        self, specs: Sequence[TensorSpec], last: list[str] | None
-    ) -> tuple[Recorder, list[Record], Sequence[Pass]]:
-        """Runs the loader once, over just these tensors. Returns what it has written, and the passes of the run."""
         recorder = self.recorder()
         try:
             passes = run_loader(self.model, specs, recorder)
         finally:
             if last is not None:
                 last[:] = [recorder.received]
-        return recorder, drop_overwritten_fills(recorder.records), passes
+        records = drop_overwritten_fills(recorder.records)
+        return Loaded(recorder, records, records, passes)
+
+    def recorder(self) -> Recorder:
+        """Returns a recorder of one run."""
+        return Recorder(self.model, self.as_built, weightless=self._weightless)
 
     def instead(self, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         """Returns what the loader may take in place of `specs`, if it refuses these; nothing if there is no such."""

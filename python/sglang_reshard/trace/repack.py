@@ -17,9 +17,9 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.built_modules import HELPERS, BuiltModule, built_module
 from sglang_reshard.trace.geometry import Geometry
-from sglang_reshard.trace.lazy_storage import CheckpointTensor, LiveStorage, Number
+from sglang_reshard.trace.lazy_storage import CheckpointTensor, Number
 from sglang_reshard.trace.live import OWN_ATTRIBUTES, flat_view, storage_key
-from sglang_reshard.trace.loader import Pass
+from sglang_reshard.trace.loader import Loaded, Pass
 from sglang_reshard.trace.memory import Record, geometry_of
 from sglang_reshard.trace.post_load import Run as PostLoad
 from sglang_reshard.trace.program import Program, Step
@@ -245,40 +245,27 @@ class _Constant(NamedTuple):
     value: Number
 
 
-class SplitRecords(NamedTuple):
-    """The records of a trace.
-
-    writes       to live memory, and copies to parameters of repacked modules
-    overwritten  copies to a scale or index of a repacked module that a later copy replaces
-    constants    by path of the module: fills of its parameters
-    all_written  `writes`, and the records of `constants`
-    """
-
-    writes: list[Record]
-    overwritten: list[Record]
-    constants: dict[str, list[_Constant]]
-    all_written: list[Record]
-
-
-def split_records(
-    modules: Sequence[RepackedModule], storages: Mapping[int, LiveStorage], records: Sequence[Record]
-) -> SplitRecords:
-    """Separates what the loader does to the parameters of repacked modules.
+def split_records(modules: Sequence[RepackedModule], loaded: Loaded) -> Loaded:
+    """Separates what a run of the loader does to the parameters of repacked modules.
 
     Raises Unsupported for a parameter that the loader computes from others.
     """
+    records = loaded.writes
     owners = {
-        storages[storage_key(p)]: (module, name, p)
+        loaded.storages[storage_key(p)]: (module, name, p)
         for module in modules
         for name, p in module.built.parameters.items()
-        if p is not None and storage_key(p) in storages
+        if p is not None and storage_key(p) in loaded.storages
     }
     last = {(r.storage, r.index_map.written_view): r for r in records if r.storage in owners}
-    found = SplitRecords([], [], {}, [])
+    writes: list[Record] = []
+    all_written: list[Record] = []
+    overwritten: list[Record] = []
+    constants: dict[str, list[_Constant]] = {}
     for record in records:
         if record.storage not in owners:
-            found.writes.append(record)
-            found.all_written.append(record)
+            writes.append(record)
+            all_written.append(record)
             continue
         module, name, parameter = owners[record.storage]
         if isinstance(record.content, CheckpointTensor):
@@ -287,16 +274,16 @@ def split_records(
             # Shards of a fused layer have one scale, or the same index, of which loaders keep the last.
             shared = parameter.dim() <= 1 or math.prod(record.content.spec.shape) == 1
             if shared and last[record.storage, record.index_map.written_view] is not record:
-                found.overwritten.append(record)
+                overwritten.append(record)
                 continue
-            found.writes.append(record)
+            writes.append(record)
         elif isinstance(record.content, (int, float)):
             constant = _Constant(name, record.index_map.written_view, record.content)
-            found.constants.setdefault(module.path, []).append(constant)
+            constants.setdefault(module.path, []).append(constant)
         else:
             raise _not_again(module, name, "is computed by the loader")
-        found.all_written.append(record)
-    return found
+        all_written.append(record)
+    return replace(loaded, writes=writes, all_written=all_written, overwritten=overwritten, constants=constants)
 
 
 def check_deferred(modules: Sequence[RepackedModule], passes: Sequence[Pass]) -> None:

@@ -16,7 +16,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -45,11 +44,6 @@ class EngineStart:
     randomized: Sequence[torch.nn.Module] = ()
 
 
-class TraceRecords(Protocol):
-    def __call__(self, specs: Sequence[TensorSpec], last: list[str], /) -> Sequence[Record]:
-        """Traces the loader with `specs`. `last` gets the name of each tensor that it receives."""
-
-
 class StockLoad:
     """Finds what the loader writes with the engine's own checkpoint. Traces at most once, when it is asked.
 
@@ -61,10 +55,13 @@ class StockLoad:
         specs: Sequence[TensorSpec],
         records: Sequence[Record],
         start: Callable[[], EngineStart] | None,
-        trace: TraceRecords,
+        trace: Callable[[Sequence[TensorSpec], list[str]], Sequence[Record]],
         may_stay: MayStay | None = None,
     ) -> None:
-        """`records` are those of an update that sends `specs`."""
+        """`records` are those of an update that sends `specs`.
+
+        trace  traces the loader with specs; the list gets the name of each tensor that it receives
+        """
         self._specs, self._records, self._trace = specs, records, trace
         allowed = may_stay or MayStay()
         self._frozen, self._may_stay = allowed.frozen, allowed.from_checkpoint
