@@ -156,7 +156,7 @@ class Watched:
                     elif not callable(cell.cell_contents):
                         found._watch_object(cell, "cell_contents")
             elif table.has_slots:
-                for name in table.entries.names():
+                for name in table.entries.names:
                     found._watch_object(table.owner, name)
             else:
                 entries = vars(table.owner) if table.kind == "class" else table.entries

@@ -67,7 +67,7 @@ class Table:
 
     @property
     def has_slots(self) -> bool:
-        return isinstance(self.entries, _Slots)
+        return self.kind == "attributes" and isinstance(self.entries, _Named)
 
     @property
     def is_global(self) -> bool:
@@ -104,81 +104,60 @@ class Table:
 
 
 class _Named(MutableMapping[str, Any]):
-    """Values that an object has elsewhere than in its dictionary, by name."""
+    """Values that an object has elsewhere than in its dictionary, by name. Not each of the names has one."""
 
-    def __init__(self, of: Any) -> None:
-        self._of = of
+    def __init__(
+        self,
+        of: Any,
+        names: Iterable[str],
+        get: Callable[[Any, str], Any],
+        put: Callable[[Any, str, Any], None],
+        delete: Callable[[Any, str], None],
+    ) -> None:
+        self.names, self._of, self._get, self._put, self._delete = tuple(names), of, get, put, delete
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[str]:
-        for name in self.names():
-            try:
-                self[name]
-            except KeyError:
-                continue
-            yield name
-
-    def names(self) -> Iterable[str]:
-        raise NotImplementedError
-
-
-class _Slots(_Named):
-    def names(self) -> Iterable[str]:
-        return _slots(type(self._of))
+        return (name for name in self.names if self.get(name, MISSING) is not MISSING)
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return object.__getattribute__(self._of, name)
-        except AttributeError:
+            return self._get(self._of, name)
+        except (AttributeError, ValueError):  # of a slot, of a cell
             raise KeyError(name) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
-        object.__setattr__(self._of, name, value)  # a frozen dataclass has another
+        self._put(self._of, name, value)
 
     def __delitem__(self, name: str) -> None:
-        object.__delattr__(self._of, name)
+        self._delete(self._of, name)
 
 
-class _Variables(_Named):
-    """Of a class, without its methods and descriptors."""
-
-    def names(self) -> Iterable[str]:
-        of = list(vars(self._of).items())
-        return [n for n, v in of if not n.startswith("__") and (isinstance(v, _FUNCTIONS) or not hasattr(v, "__get__"))]
-
-    def __getitem__(self, name: str) -> Any:
-        return vars(self._of)[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        type.__setattr__(self._of, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        type.__delattr__(self._of, name)
+def _slots_of(value: Any) -> _Named:
+    # A frozen dataclass has another __setattr__.
+    return _Named(value, _slots(type(value)), object.__getattribute__, object.__setattr__, object.__delattr__)
 
 
-class _Cells(_Named):
-    """Of a function's closure."""
+def _variables_of(kind: type) -> _Named:
+    """Returns those of a class, without its methods and descriptors."""
+    of = list(vars(kind).items())
+    names = [n for n, v in of if not n.startswith("__") and (isinstance(v, _FUNCTIONS) or not hasattr(v, "__get__"))]
+    return _Named(kind, names, lambda of, name: vars(of)[name], type.__setattr__, type.__delattr__)
 
-    def names(self) -> Iterable[str]:
-        return tuple(self._of.__code__.co_freevars)
 
-    def _cell(self, name: str) -> types.CellType:
-        cell: types.CellType = self._of.__closure__[self._of.__code__.co_freevars.index(name)]
-        return cell
+def _cells_of(function: types.FunctionType) -> _Named:
+    """Returns those of a function's closure; one that is assigned later, or never, has no value."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._cell(name).cell_contents
-        except ValueError:  # assigned later, or never
-            raise KeyError(name) from None
+    def put(_: Any, name: str, value: Any) -> None:
+        cells[name].cell_contents = value
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._cell(name).cell_contents = value
+    def delete(_: Any, name: str) -> None:
+        del cells[name].cell_contents
 
-    def __delitem__(self, name: str) -> None:
-        del self._cell(name).cell_contents
+    return _Named(function, cells, lambda _, name: cells[name].cell_contents, put, delete)
 
 
 def tables(model: torch.nn.Module) -> Iterator[Table]:
@@ -190,23 +169,10 @@ def tables(model: torch.nn.Module) -> Iterator[Table]:
     while classes := [kind for kind in walk.classes if kind not in known]:
         known.update(classes)
         for kind in classes:
-            yield Table(kind.__qualname__, kind, _Variables(kind), "class")
-            for name, value in list(vars(kind).items()):
-                if isinstance(value, _LruCache):
-                    yield Table(f"{kind.__qualname__}.{name}", kind, value, "cache", ((kind, name),))
-                elif not name.startswith("__"):
-                    walk.follow(kind.__qualname__, [(name, getattr(value, "__func__", value))], kind, (), _DEPTH // 2)
+            yield from walk.of_definitions(Table(kind.__qualname__, kind, _variables_of(kind), "class"))
         yield from walk.rest()
     for python_module in _python_modules(known):
-        yield Table(python_module.__name__, python_module, vars(python_module), "globals")
-        for name, value in list(vars(python_module).items()):
-            of_it = getattr(value, "__module__", None) if callable(value) else type(value).__module__
-            if isinstance(value, _LruCache):
-                yield Table(f"{python_module.__name__}.{name}", python_module, value, "cache", ((python_module, name),))
-            elif name.startswith("__"):
-                continue
-            elif isinstance(value, _CONTAINERS) or of_it == python_module.__name__:
-                walk.follow(python_module.__name__, [(name, value)], python_module, (), _DEPTH // 2)
+        yield from walk.of_definitions(Table(python_module.__name__, python_module, vars(python_module), "globals"))
         yield from walk.rest()
 
 
@@ -232,6 +198,16 @@ class _Walk:
             own = [(k, v) for k, v in attributes.items() if k in _HOOKS or not (k in OWN_ATTRIBUTES or _is_ours(k))]
             for items in (attributes["_parameters"].items(), attributes["_buffers"].items(), own):
                 self.follow(name, items, module, keepers, 0)
+
+    def of_definitions(self, table: Table) -> Iterator[Table]:
+        """Yields the table of a class or of a Python module, and those of its caches."""
+        yield table
+        for name, value in list(vars(table.owner).items()):
+            if isinstance(value, _LruCache):
+                yield Table(table.name(name), table.owner, value, "cache", ((table.owner, name),))
+            elif not name.startswith("__") and (table.kind == "class" or _is_defined_by(table.owner, value)):
+                value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+                self.follow(table.path, [(name, value)], table.owner, (), _DEPTH // 2)
 
     def rest(self) -> Iterator[Table]:
         """Yields the tables of all that is pending, and those that they lead to."""
@@ -272,17 +248,23 @@ class _Walk:
                 self.classes[base] = None
 
 
+def _is_defined_by(python_module: types.ModuleType, value: Any) -> bool:
+    """Returns whether a global is the Python module's own, and not imported; of containers that is not known."""
+    of_it = getattr(value, "__module__", None) if callable(value) else type(value).__module__
+    return isinstance(value, _CONTAINERS) or of_it == python_module.__name__
+
+
 def _own_tables(path: str, value: Any, keepers: tuple[tuple[Any, str], ...]) -> Iterator[Table]:
     """Yields the tables that an object is, or has itself."""
     if isinstance(value, (MutableMapping, MutableSequence)):
         yield Table(path, value, value, "container", keepers)
     elif isinstance(value, types.FunctionType) and value.__closure__:
-        yield Table(path, value, _Cells(value), "closure", keepers)
+        yield Table(path, value, _cells_of(value), "closure", keepers)
     if isinstance(value, _FUNCTIONS) or not isinstance(value, _CONTAINERS):
         if isinstance(attributes := getattr(value, "__dict__", None), dict) and _is_followed(value):
             yield Table(path, value, attributes, "attributes", keepers)
         if _slots(type(value)) and _is_followed(value):
-            yield Table(path, value, _Slots(value), "attributes", keepers)
+            yield Table(path, value, _slots_of(value), "attributes", keepers)
 
 
 def parts(value: Any) -> list[tuple[Any, Any]]:
@@ -308,10 +290,10 @@ def parts(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, types.FunctionType):
         names = value.__code__.co_varnames[: value.__code__.co_argcount]
         defaults = zip(reversed(names), reversed(value.__defaults__ or ()), strict=False)
-        cells = _Cells(value).items() if value.__closure__ else ()
+        cells = _cells_of(value).items() if value.__closure__ else ()
         return [*cells, *defaults, *(value.__kwdefaults__ or {}).items(), *vars(value).items()]
     attributes = getattr(value, "__dict__", None)
-    return [*(attributes.items() if isinstance(attributes, dict) else ()), *_Slots(value).items()]
+    return [*(attributes.items() if isinstance(attributes, dict) else ()), *_slots_of(value).items()]
 
 
 def _results(cache: Any) -> list[Any] | None:
