@@ -1,4 +1,4 @@
-"""Parts of fused parameters that an update leaves as they are: those of the checkpoint tensors that frozen= names."""
+"""Parameters, and parts of fused ones, that an update leaves as they are: bit for bit, named, never taken for whole."""
 
 import fnmatch
 import re
@@ -13,7 +13,8 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.update import UpdateExecutor
-from sglang_reshard.errors import EngineRefused, TornWeights, Unsupported
+from sglang_reshard.errors import EngineRefused, EngineUnreachable, TornWeights, Unsupported
+from sglang_reshard.landings.checked.whole_model import with_kept
 from sglang_reshard.trace.initial_values import keep_initial_values
 from sglang_reshard.trace.kept import patterns_of
 from sglang_reshard.trace.program import MayStay
@@ -26,7 +27,7 @@ from support.world import run_world
 from tools.oracle.replay import replay
 from toy_loader import specs_of
 
-PARTS = ("k.weight", "v.weight")
+TOWER, PARTS = ("down.weight", "norm.weight"), ("k.weight", "v.weight")
 KEPT = tuple(f"qkv[{name}]" for name in PARTS)
 DUMMY = {"stock_changes": 1, "stock_loaded": False}
 
@@ -70,12 +71,13 @@ def cut(*_):
 
 
 def train(trainer, calls, transport="p2p"):
-    """Each of `calls` is what is left out of the next version, and the options."""
+    """Each of `calls` is what is left out of the next version, and the options. The last one is asynchronous."""
     sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport=transport)
 
     def update(number, names, options):
+        tensors = without(checkpoint(number), *names)
         try:
-            report = sender.update(without(checkpoint(number), *names), **options)
+            report = sender.update(tensors, **options) if number < 4 else sender.update_async(tensors, **options).wait()
             return report.kept, report.digest
         except (EngineRefused, TornWeights) as error:
             return f"{type(error).__name__}: {error}"
@@ -85,33 +87,119 @@ def train(trainer, calls, transport="p2p"):
     return told
 
 
+FROZEN = (TOWER, {"frozen": ["down", "norm"]}, ("down", "norm"))
+ONLY = (TOWER, {"only": ["embed", "qkv", "gate*"]}, ("down", "norm"))
+OF_FUSED = (PARTS, {"frozen": ["[kv].weight"]}, KEPT)
+
+
 @pytest.mark.parametrize(
-    ("transport", "staged", "engines"), [("ipc", False, 4), ("p2p", False, 2), ("p2p", True, 4), ("broadcast", True, 1)]
+    ("left_out", "transport", "staged", "engines"),
+    [
+        (FROZEN, "ipc", False, 2),
+        (ONLY, "p2p", False, 2),
+        (FROZEN, "broadcast", False, 2),
+        (ONLY, "ipc", True, 2),
+        (OF_FUSED, "ipc", False, 4),
+        (OF_FUSED, "p2p", False, 2),
+        (OF_FUSED, "p2p", True, 4),
+        (OF_FUSED, "broadcast", True, 1),
+    ],
 )
-def test_what_is_sent_of_a_fused_parameter_is_updated_and_the_rest_stays(transport, staged, engines):
+def test_what_is_left_out_keeps_its_values_and_is_named(left_out, transport, staged, engines):
     """Four engine ranks replicate two heads of k and v."""
-    options = {"verify": "full", "staged": staged}
-    part = PARTS, {"frozen": ["[kv].weight"], **options}
-    calls = [part, part, ((), options), (PARTS, {"frozen": ["*.weight"], **options})]
-    told, found = run_world(2, engines, train, serve, calls, transport)
-    assert [kept for kept, _ in told[0]] == [KEPT, KEPT, (), KEPT]
+    names, options, kept = left_out
+    options = {"verify": "full", "staged": staged, **options}
+    told, found = run_world(
+        2, engines, train, serve, [(names, options), (names, options), ((), options), (names, options)], transport
+    )
+    assert told[0] == told[1]
+    assert [of_update for of_update, _ in told[0]] == [kept, kept, (), kept]
     digests = [digest for _, digest in told[0]]
     assert all(re.fullmatch("[0-9a-f]{16}", digest) for digest in digests)
-    assert len(set(digests)) == 4
+    assert len(set(digests)) == 4  # that of a part is not that of the whole
     for rank, live in enumerate(found):
         for number, brought_by in enumerate((0, 0, 3, 3)):
-            parts = {name: checkpoint(brought_by)[name] for name in PARTS}
-            assert live[number] == values(loaded(rank, engines, checkpoint(number + 1) | parts))
+            left = {name: checkpoint(brought_by)[name] for name in names}
+            assert live[number] == values(loaded(rank, engines, checkpoint(number + 1) | left))
 
 
-def train_for_a_digest(trainer):
-    return train(trainer, [(PARTS, {"verify": "full", "frozen": ["[kv].weight"]})])
+def train_for_a_digest(trainer, left_out=FROZEN):
+    names, options, _ = left_out
+    return train(trainer, [(names, {"verify": "full", **options})])
 
 
-def test_the_digest_with_kept_parts_does_not_depend_on_the_sizes_of_either_side():
-    one, _ = run_world(1, 1, train_for_a_digest, serve)
-    other, _ = run_world(2, 4, train_for_a_digest, serve)
+@pytest.mark.parametrize("left_out", [FROZEN, OF_FUSED])
+def test_the_digest_of_a_part_does_not_depend_on_the_sizes_of_either_side(left_out):
+    one, _ = run_world(1, 1, train_for_a_digest, serve, left_out)
+    other, _ = run_world(2, 4, train_for_a_digest, serve, left_out)
     assert one[0] == other[0] == other[1]
+    assert with_kept("", ["down"]) == ""
+    assert with_kept("00", ["a", "b"]) == with_kept("00", ["b", "a", "b"]) != with_kept("00", ["a"])
+
+
+def train_for_an_answer_that_is_lost(trainer):
+    def send(request):
+        answer = trainer.send(request)
+        if request.update == 2:
+            raise EngineUnreachable("a proxy closed the connection")
+        return answer
+
+    sender = WeightSender.over(trainer.group, send, timeout_s=30)
+    found = [
+        sender.update(tensors, verify="full", frozen=["down", "norm"])
+        for tensors in (checkpoint(1), without(checkpoint(2), *TOWER))
+    ]
+    sender.close()
+    return [(report.kept, report.digest != "") for report in found]
+
+
+def test_a_lost_answer_with_a_kept_part_leaves_the_digest_unknown():
+    """The engine's own has the versions of that part, which only its answer tells."""
+    told, _ = run_world(1, 1, train_for_an_answer_that_is_lost, serve)
+    assert told[0] == [((), True), (("down", "norm"), False)]
+
+
+def serve_and_share(rank, size, requests):
+    model = ToyRank(rank, size)
+    model.load_weights(checkpoint(0).items())
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
+    for request in requests:
+        requests.answer(receiver.update(request))
+    with pytest.raises(Unsupported, match="did not write down and others"):
+        receiver.live_program()
+    return True
+
+
+def test_an_engine_with_a_kept_part_does_not_pass_it_on():
+    run_world(1, 1, train_for_a_digest, serve_and_share)
+
+
+def test_patterns_are_of_the_engine_s_names():
+    assert not MayStay()("visual.blocks.0.weight")
+    assert MayStay(frozen=("visual.*",))("visual.blocks.0.weight")
+    assert not MayStay(only=("visual.*",))("visual.blocks.0.weight")
+    assert MayStay(only=("model.*",))("visual.blocks.0.weight")
+    assert MayStay(frozen=("visual.*",), only=("*",))("visual.blocks.0.weight")
+
+
+@pytest.mark.parametrize(
+    ("left_out", "may_stay", "why"),
+    [
+        ("down.weight", MayStay(), "down is not written by the loader at all"),
+        ("down.weight", MayStay(("norm",)), "down is not written by the loader at all"),
+        ("down.weight", MayStay(only=("d*",)), "down is not written by the loader at all"),
+        ("k.weight", MayStay(("*",)), "qkv is not written completely"),
+    ],
+)
+def test_only_what_is_named_may_stay_and_parts_only_where_the_engine_s_own_checkpoint_shows_them(
+    left_out, may_stay, why
+):
+    sent, model = specs_of(without(checkpoint(1), left_out)), loaded(0, 1, checkpoint(0))
+    with pytest.raises(Unsupported, match=why):
+        trace(model, sent, may_stay=may_stay)
+    if may_stay.frozen == ("*",):
+        with pytest.raises(Unsupported, match=r"frozen= names the tensors .* model_path; .*\(no folder\)"):
+            trace(model, sent, lambda: EngineStart(None, "no folder"), may_stay=may_stay)
 
 
 def test_the_refusal_names_what_is_missing_and_the_way_out():
@@ -135,14 +223,6 @@ def test_parts_are_named_by_frozen_alone():
             trace(loaded(0, 1, checkpoint(0)), sent, on(checkpoint(0)), may_stay=MayStay(only=(only,)))
 
 
-def test_a_part_stays_only_where_the_engine_s_own_checkpoint_shows_it():
-    sent, model = specs_of(without(checkpoint(1), *PARTS)), loaded(0, 1, checkpoint(0))
-    with pytest.raises(Unsupported, match="qkv is not written completely"):
-        trace(model, sent, may_stay=MayStay(("*",)))
-    with pytest.raises(Unsupported, match=r"frozen= names the tensors .* model_path; .*\(no folder\)"):
-        trace(model, sent, lambda: EngineStart(None, "no folder"), may_stay=MayStay(("*",)))
-
-
 class Stage(torch.nn.Module):
     """The first of two stages of a pipeline, with a layer of `layers.0` and `layers.1`."""
 
@@ -164,34 +244,41 @@ def test_the_way_out_is_for_all_engine_ranks():
         trace(Stage(), specs_of({name: whole[name] for name in ("layers.0.a", "layers.1.a")}), on(whole))
 
 
-# -- parts that nothing has brought
+# -- what nothing has brought
 
 
 PART = (PARTS, {"frozen": PARTS})
+TOWER_PART = (TOWER, {"frozen": ["down", "norm"]})
 WHOLE = ((), {})
+QKV = (("q.weight", *PARTS), {"frozen": ["qkv"]})
 
 
 def serve_from_dummy(rank, size, requests, *_):
     return serve(rank, size, requests, changes={n: DUMMY for n in range(4)})
 
 
-def test_a_part_that_an_engine_never_had_is_refused():
-    told, found = run_world(1, 2, train, serve_from_dummy, [PART, WHOLE, PART, PART])
-    assert "qkv[k.weight], qkv[v.weight] would stay as they are, and nothing has brought them" in told[0][0]
-    assert [kept for kept, _ in told[0][1:]] == [(), KEPT, KEPT]
-    assert found[0][0] == values(loaded(0, 2, checkpoint(0)))
+@pytest.mark.parametrize(("part", "kept"), [(PART, KEPT), (TOWER_PART, ("down", "norm"))])
+def test_what_an_engine_never_had_is_refused(part, kept):
+    told, found = run_world(1, 2, train, serve_from_dummy, [part, WHOLE, part, part])
+    assert f"engine rank 0: {', '.join(kept)} would stay as they are, and nothing has brought them" in told[0][0]
+    assert told[0][0].count("engine rank 0") == 1
+    assert "load_format='dummy'" in told[0][0]
+    assert [names for names, _ in told[0][1:]] == [(), kept, kept]
+    assert found[0][0] == values(loaded(0, 2, checkpoint(0)))  # nothing was written
 
 
 def serve_released(rank, size, requests, *_):
+    """The weights are released before the third request, and loaded from disk before the fourth."""
     lost, from_disk = DUMMY, {"stock_changes": 2, "stock_loaded": True}
     return serve(rank, size, requests, changes={2: lost, 3: from_disk})
 
 
-def test_parts_that_were_released_have_to_be_brought_again():
-    told, _ = run_world(1, 1, train, serve_released, [WHOLE, PART, PART, PART])
-    assert [kept for kept, _ in told[0][:2]] == [(), KEPT]
-    assert "qkv[k.weight], qkv[v.weight] would stay" in told[0][2]
-    assert told[0][3][0] == KEPT
+@pytest.mark.parametrize(("part", "kept"), [(PART, KEPT), (TOWER_PART, ("down", "norm"))])
+def test_what_was_released_has_to_be_brought_again(part, kept):
+    told, _ = run_world(1, 1, train, serve_released, [WHOLE, part, part, part])
+    assert [names for names, _ in told[0][:2]] == [(), kept]
+    assert f"{', '.join(kept)} would stay" in told[0][2]
+    assert told[0][3][0] == kept
 
 
 def serve_torn(rank, size, requests, *_):
@@ -202,15 +289,17 @@ def serve_torn(rank, size, requests, *_):
     ("torn", "then", "unsound"),
     [
         (WHOLE, PART, "qkv[k.weight], qkv[v.weight]"),
-        (PART, (("q.weight", *PARTS), {"frozen": ["qkv"]}), "qkv"),
+        (PART, QKV, "qkv"),
+        (WHOLE, TOWER_PART, "down, norm"),
         (PART, PART, ""),
-        ((("q.weight", *PARTS), {"frozen": ["qkv"]}), PART, ""),
+        (QKV, PART, ""),
     ],
 )
 def test_of_a_torn_update_only_what_it_did_not_write_may_stay(torn, then, unsound):
-    told, _ = run_world(1, 2, train, serve_torn, [WHOLE, torn, then])
+    told, _ = run_world(1, 2, train, serve_torn, [WHOLE, torn, then, WHOLE, PART])
     assert told[0][1].startswith("TornWeights")
     assert f"engine rank 0: {unsound} would stay" in told[0][2] if unsound else told[0][2][0] == KEPT
+    assert [names for names, _ in told[0][3:]] == [(), KEPT]
 
 
 class Thirds(torch.nn.Module):
@@ -329,16 +418,26 @@ def test_a_checkpoint_tensor_stays_whole_or_not_at_all():
             trace(Cut(), sent, on({"all": torch.zeros(4)}), may_stay=MayStay(frozen))
 
 
-def test_a_part_of_a_repacked_module_may_not_stay_and_all_of_it_may():
+BOUNDS = ("layers.1.left.bound", "layers.1.right.bound")
+
+
+@pytest.mark.parametrize(
+    ("start", "frozen"), [(False, ("layers.1.*",)), (True, ("layers.1.w*", "layers.1.[lr]*.bound"))]
+)
+def test_a_repacked_module_stays_as_a_whole_as_it_was_repacked_or_not_at_all(start, frozen):
+    """By the engine's names, or by those in its own checkpoint."""
     model, whole = started(Repacking(3, 8), weights(0, 3, 8)), weights(1, 3, 8)
-    sent = without(whole, "layers.1.weight", "layers.1.left.bound", "layers.1.right.bound")
-    program = trace(model, specs_of(sent), on(whole), may_stay=MayStay(("layers.1.w*", "layers.1.[lr]*.bound")))
+    sent, stock = without(whole, "layers.1.weight", *BOUNDS), on(whole) if start else None
+    with pytest.raises(Unsupported, match=r"layers\.1\."):
+        trace(model, specs_of(sent), stock)
+    program = trace(model, specs_of(sent), stock, may_stay=MayStay(frozen))
     assert program.kept == ("layers.1.bound", "layers.1.steps", "layers.1.weight")
     replay(program, sent)
     right = live_tensors(started(Repacking(3, 8), weights(0, 3, 8) | sent))
     assert [name for name, tensor in live_tensors(model).items() if not torch.equal(tensor, right[name])] == []
-    with pytest.raises(Unsupported, match=r"layers\.1\.weight is not written by the loader at all"):
-        trace(model, specs_of(without(whole, "layers.1.weight")), on(whole), may_stay=MayStay(("layers.1.*",)))
+    for missing in (("layers.1.weight",), BOUNDS):
+        with pytest.raises(Unsupported, match=r"layers\.1\.\w+ is not written by the loader at all"):
+            trace(model, specs_of(without(whole, *missing)), stock, may_stay=MayStay(("*",)))
 
 
 # -- patterns
