@@ -14,9 +14,9 @@ from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
+from sglang_reshard.layout.names import Renaming
 from sglang_reshard.sources import FusedSlice, FusedTensor, describe
 from sglang_reshard.sources.memory_identity import MemoryIdentity
-from sglang_reshard.sources.names import Renaming
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 

@@ -18,7 +18,7 @@ from sglang_reshard import (
 )
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.sources.names import Renaming
+from sglang_reshard.layout.names import Renaming
 
 ADDRESS = Address("s", "127.0.0.1", 1, "00")
 MISTAKES = [

@@ -12,8 +12,8 @@ from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.extras.modules.state_dict import StateDictModel
 from sglang_reshard.extras.realloc import reshard
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
+from sglang_reshard.layout.names import Renaming, patterns
 from sglang_reshard.sources import FlatBuffer, FlatMember, FusedSlice, FusedTensor, describe
-from sglang_reshard.sources.names import Renaming, patterns
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 from test_multi_engine import sender_to_many

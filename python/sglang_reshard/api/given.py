@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
 
+from sglang_reshard.layout.names import Rename
 from sglang_reshard.protocol.messages import FlushCache, LoraAdapter, Verify
-from sglang_reshard.sources.names import Rename
 from sglang_reshard.trainer.options import Delta
 
 if TYPE_CHECKING:

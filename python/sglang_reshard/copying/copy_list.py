@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from sglang_reshard.copying.copy_table import DEFAULT_TILING, Pair, Tiling
-from sglang_reshard.copying.host_copies import HostCopies
+from sglang_reshard.copying.copy_table import DEFAULT_TILING, Tiling
+from sglang_reshard.copying.host_copies import HostCopies, Pair
 from sglang_reshard.copying.kernel_copies import KernelCopies
 from sglang_reshard.gpu.runtime import runtime
 

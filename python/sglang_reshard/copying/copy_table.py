@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # destination, source
-Dimension = tuple[int, int, int]  # size, stride in the source, stride in the destination
+from sglang_reshard.copying.host_copies import Dimension, Pair, merged_dimensions
 
 # Numbers of a box, in this order: address of the source, of the destination; sizes of the middle and of the last of
 # three dimensions of rows; rows, columns; strides of these three in the source, in the destination; strides of a column
@@ -187,27 +186,6 @@ def _kind(
         down = _tile_columns(last, down)
         across = _tile_columns(run, elements // down)  # more, if there are few rows
     return TileKind(*dtypes, vector, way, down, across)
-
-
-@lru_cache(maxsize=4096)  # boxes of a model have few shapes
-def merged_dimensions(
-    size: tuple[int, ...], from_strides: tuple[int, ...], to_strides: tuple[int, ...]
-) -> tuple[tuple[Dimension, ...], int]:
-    """Returns the fewest dimensions with the same elements, the destination's most contiguous last, and a run.
-
-    The run is the length that is contiguous on both sides; it is no longer a dimension. 1 if nothing is.
-    """
-    dimensions = [d for d in zip(size, from_strides, to_strides, strict=True) if d[0] > 1]
-    dimensions.sort(key=lambda d: (d[2], d[1]), reverse=True)
-    merged: list[Dimension] = []
-    for n, a, b in dimensions:
-        if merged and merged[-1][1:] == (n * a, n * b):
-            merged[-1] = merged[-1][0] * n, a, b
-        else:
-            merged.append((n, a, b))
-    if merged and merged[-1][1:] == (1, 1):
-        return tuple(merged[:-1]), merged[-1][0]
-    return tuple(merged), 1
 
 
 @lru_cache(maxsize=4096)

@@ -18,21 +18,43 @@ import operator
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from sglang_reshard.copying.copy_table import Dimension, Pair, merged_dimensions
-
 _TORCH_ELEMENTS = 32768  # from which torch uses several threads
 _UNITS = 8, 4, 2, 1  # bytes that numpy moves at once
 _assign: Any = operator.setitem  # its stub does not know that `...` is an index
+Pair = tuple[torch.Tensor, torch.Tensor]  # destination, source
+Dimension = tuple[int, int, int]  # size, stride in the source, stride in the destination
 K = TypeVar("K", bound=Hashable)
 Point = tuple[int, int]  # where a box begins: in the destination, in the source
 MayMerge = Callable[[K, tuple[Dimension, ...], Point], bool]
 _MAX_DIMENSIONS = 8
+
+
+@lru_cache(maxsize=4096)  # boxes of a model have few shapes
+def merged_dimensions(
+    size: tuple[int, ...], from_strides: tuple[int, ...], to_strides: tuple[int, ...]
+) -> tuple[tuple[Dimension, ...], int]:
+    """Returns the fewest dimensions with the same elements, the destination's most contiguous last, and a run.
+
+    The run is the length that is contiguous on both sides; it is no longer a dimension. 1 if nothing is.
+    """
+    dimensions = [d for d in zip(size, from_strides, to_strides, strict=True) if d[0] > 1]
+    dimensions.sort(key=lambda d: (d[2], d[1]), reverse=True)
+    merged: list[Dimension] = []
+    for n, a, b in dimensions:
+        if merged and merged[-1][1:] == (n * a, n * b):
+            merged[-1] = merged[-1][0] * n, a, b
+        else:
+            merged.append((n, a, b))
+    if merged and merged[-1][1:] == (1, 1):
+        return tuple(merged[:-1]), merged[-1][0]
+    return tuple(merged), 1
 
 
 def merged_boxes(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_reshard.copying.copy_table import DEFAULT_TILING, Pair, TileKind, Tiling, launches_of
+from sglang_reshard.copying.copy_table import DEFAULT_TILING, TileKind, Tiling, launches_of
+from sglang_reshard.copying.host_copies import Pair
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.observability.logs import get_logger
 

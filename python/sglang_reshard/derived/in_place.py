@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -112,20 +112,10 @@ class _InputUsed(BaseException):
 class _Input:
     """Stands for an argument of a forward pass. Any use of it ends the method."""
 
-    def __getattribute__(self, name: str) -> Any:
-        raise _InputUsed(name)
-
-    def __getitem__(self, _key: Any) -> Any:
+    def _end(self, *_: Any) -> NoReturn:
         raise _InputUsed
 
-    def __bool__(self) -> bool:
-        raise _InputUsed
-
-    def __iter__(self) -> Iterator[Any]:
-        raise _InputUsed
-
-    def __len__(self) -> int:
-        raise _InputUsed
+    __getattribute__ = __getitem__ = __bool__ = __iter__ = __len__ = _end
 
 
 def _inputs(method: Any) -> list[_Input]:

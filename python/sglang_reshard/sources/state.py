@@ -10,10 +10,10 @@ import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.gpu.recorded_work import RecordedWork
+from sglang_reshard.layout.names import Renaming, pairs
 from sglang_reshard.layout.shard_map import ShardMap
 from sglang_reshard.layout.source_layout import EXPLICIT, Mesh, Placement, Sharding, SourceLayout, SourceTensor
 from sglang_reshard.sources.module import named_shards
-from sglang_reshard.sources.names import Renaming, pairs
 from sglang_reshard.sources.reader import TensorReader
 
 NamedTensors: TypeAlias = (

@@ -16,15 +16,15 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.geometry import MAX_BOXES, BoxMapping, IndexMap, TooFragmented, to_boxes
-from sglang_reshard.trace.lazy_storage import (
+from sglang_reshard.trace.lazy_tensor import (
     CheckpointTensor,
+    LazyTensor,
     NotPlainCopy,
     OpOutput,
     UninitializedRead,
     VersionedView,
     origins,
 )
-from sglang_reshard.trace.lazy_tensor import LazyTensor
 from sglang_reshard.trace.memory import geometry_of
 from sglang_reshard.trace.recorder import Recorder, aten
 

@@ -14,7 +14,7 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources.module import persistent_buffers
 from sglang_reshard.trace.geometry import Geometry, IndexMap, TooFragmented, grid_shape, intersection, to_boxes
-from sglang_reshard.trace.lazy_storage import CheckpointTensor, LiveStorage, VersionedView, leaves
+from sglang_reshard.trace.lazy_tensor import CheckpointTensor, LiveStorage, VersionedView, leaves
 from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.memory import Record, geometry_of
 

@@ -22,7 +22,7 @@ from sglang_reshard.trace.coverage import runs_cover
 from sglang_reshard.trace.geometry import Geometry, IndexMap, TooFragmented
 from sglang_reshard.trace.kept import engine_name, kept_modules, names_kept, part_of, parts_of
 from sglang_reshard.trace.kv_scales import is_default_scale
-from sglang_reshard.trace.lazy_storage import LiveStorage, VersionedView, leaves
+from sglang_reshard.trace.lazy_tensor import LiveStorage, VersionedView, leaves
 from sglang_reshard.trace.left_alone import LeftAlone, check_buffers, restoring_steps
 from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.loader import Loaded, Loader, check_names

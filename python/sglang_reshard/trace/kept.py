@@ -10,7 +10,7 @@ from glob import escape
 
 import torch
 
-from sglang_reshard.trace.lazy_storage import LiveStorage
+from sglang_reshard.trace.lazy_tensor import LiveStorage
 from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.program import MayStay

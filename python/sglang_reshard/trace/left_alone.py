@@ -16,7 +16,7 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources.module import persistent_buffers
 from sglang_reshard.trace.geometry import Geometry
 from sglang_reshard.trace.initial_values import InitialValues, kept_values
-from sglang_reshard.trace.lazy_storage import LiveStorage
+from sglang_reshard.trace.lazy_tensor import LiveStorage
 from sglang_reshard.trace.live import flat_view, storage_key
 from sglang_reshard.trace.program import Step
 from sglang_reshard.trace.stock_load import StockLoad, source_names

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from sglang_reshard.trace.lazy_storage import LiveStorage
+from sglang_reshard.trace.lazy_tensor import LiveStorage
 
 # Attributes of every module: its registers, which are walked by name, and its hooks.
 OWN_ATTRIBUTES = frozenset(vars(torch.nn.Module()))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from sglang_reshard.trace.geometry import (
     intersection,
     to_boxes,
 )
-from sglang_reshard.trace.lazy_storage import (
+from sglang_reshard.trace.lazy_tensor import (
     CheckpointTensor,
     LazyStorage,
     LiveStorage,
@@ -67,9 +68,9 @@ class Lowering:
             value = self._compile(view)
             if not view.writes and view.storage.base is record.storage:
                 value = _cloned(value)  # it is written where it is read
-            self.steps.append(Step(target, f"from {names_of(content)}", _call(lambda: to.copy_(value({})))))
+            self.steps.append(Step(target, f"from {names_of(content)}", lambda: to.copy_(value({}))))
         else:
-            self.steps.append(Step(target, f"fill {content}", _call(lambda: to.fill_(content))))
+            self.steps.append(Step(target, f"fill {content}", partial(to.fill_, content)))
 
     def read(self, record: Record) -> None:
         """Adds a copy of values that a later record overwrites, so that their tensor counts as read by the loader."""
@@ -188,13 +189,6 @@ class Lowering:
             return out if call.index is None else out[call.index]
 
         return run
-
-
-def _call(function: Callable[[], object]) -> Callable[[], None]:
-    def run() -> None:
-        function()
-
-    return run
 
 
 def _constant(tensor: torch.Tensor) -> Expression:

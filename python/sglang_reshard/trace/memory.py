@@ -15,9 +15,10 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.geometry import Geometry, IndexMap, TooFragmented
-from sglang_reshard.trace.lazy_storage import (
+from sglang_reshard.trace.lazy_tensor import (
     CheckpointTensor,
     LazyStorage,
+    LazyTensor,
     LiveStorage,
     NotPlainCopy,
     Number,
@@ -27,7 +28,6 @@ from sglang_reshard.trace.lazy_storage import (
     names_of,
     origins,
 )
-from sglang_reshard.trace.lazy_tensor import LazyTensor
 from sglang_reshard.trace.live import live_storages, storage_key
 from sglang_reshard.trace.program import equals_one_cast, torch_dtype
 

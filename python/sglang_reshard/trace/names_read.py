@@ -9,7 +9,7 @@ import torch
 
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.lazy_storage import checkpoint_tensors
+from sglang_reshard.trace.lazy_tensor import checkpoint_tensors
 from sglang_reshard.trace.loader import Loader, loader_of, run_loader
 from sglang_reshard.trace.tracer import tracing
 

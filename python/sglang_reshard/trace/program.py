@@ -130,7 +130,7 @@ class Step:
 
     target: str
     description: str
-    run: Callable[[], None] = field(compare=False, repr=False)
+    run: Callable[[], object] = field(compare=False, repr=False)
 
 
 class Arrival(Protocol):

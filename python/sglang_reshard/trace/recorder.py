@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace.lazy_storage import LazyStorage, OpOutput, Write
-from sglang_reshard.trace.lazy_tensor import LazyTensor, tensors_in
+from sglang_reshard.trace.lazy_tensor import LazyStorage, LazyTensor, OpOutput, Write, tensors_in
 from sglang_reshard.trace.memory import TraceMemory, geometry_of, storage_like
 
 if TYPE_CHECKING:
@@ -214,13 +213,8 @@ class Recorder(TraceMemory):
         if func is CAT and len(parts) > 1:
             parts = [p for p in parts if p.shape != (0,)] or parts[:1]
         out = func([p.meta for p in parts], dim)
-        writes: list[tuple[torch.Tensor | None, Any]] = []
-        start = 0
-        for i, part in enumerate(parts):
-            size = part.meta.size(dim) if func is CAT else 1
-            writes.append((out.narrow(dim, start, size) if func is CAT else out.select(dim, i), part))
-            start += size
-        return self._copied(out, writes)
+        views = out.split([p.meta.size(dim) for p in parts], dim) if func is CAT else out.unbind(dim)
+        return self._copied(out, list(zip(views, parts, strict=True)))
 
     def _padded(self, func: Any, args: tuple[Any, ...]) -> LazyTensor:
         inner, pad = args[0], args[1]

@@ -17,7 +17,7 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.built_modules import HELPERS, BuiltModule, built_module
 from sglang_reshard.trace.geometry import Geometry
-from sglang_reshard.trace.lazy_storage import CheckpointTensor, Number
+from sglang_reshard.trace.lazy_tensor import CheckpointTensor, Number
 from sglang_reshard.trace.live import OWN_ATTRIBUTES, flat_view, storage_key
 from sglang_reshard.trace.loader import Loaded, Pass
 from sglang_reshard.trace.memory import Record, geometry_of

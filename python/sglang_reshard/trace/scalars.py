@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.geometry import IndexMap, TooFragmented
-from sglang_reshard.trace.lazy_storage import (
+from sglang_reshard.trace.lazy_tensor import (
     CheckpointTensor,
     NotPlainCopy,
     UninitializedRead,

@@ -23,7 +23,7 @@ from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.kept import patterns_of
-from sglang_reshard.trace.lazy_storage import CheckpointTensor, VersionedView, checkpoint_tensors, leaves
+from sglang_reshard.trace.lazy_tensor import CheckpointTensor, VersionedView, checkpoint_tensors, leaves
 from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.program import MayStay
 

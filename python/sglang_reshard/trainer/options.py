@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.layout.names import Rename, Renaming, patterns
 from sglang_reshard.nearest import check_names, check_one_of
 from sglang_reshard.protocol.messages import (
     BY_VERSION,
@@ -28,7 +29,6 @@ from sglang_reshard.protocol.messages import (
     Verify,
 )
 from sglang_reshard.protocol.validation.requests import check_transport
-from sglang_reshard.sources.names import Rename, Renaming, patterns
 
 Delta = Literal["off", "auto"]
 _VERIFY = get_args(Verify)

@@ -14,7 +14,7 @@ from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.announce import rank_device, trainer_device
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.layout.names import is_embedding
+from sglang_reshard.layout.names import Renaming, ignored_remark, is_embedding
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.protocol.session import Session, handles_key
 from sglang_reshard.sources import (
@@ -26,7 +26,6 @@ from sglang_reshard.sources import (
     tied_names,
 )
 from sglang_reshard.sources.memory_identity import MemoryIdentity, NamedTensorList, own_memory
-from sglang_reshard.sources.names import Renaming, ignored_remark
 from sglang_reshard.trainer.gathering import Gathering
 from sglang_reshard.trainer.stages import Stages
 

@@ -18,6 +18,7 @@ import torch
 
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
 from sglang_reshard.landings import explained
+from sglang_reshard.layout.names import is_mapping
 from sglang_reshard.memory.mapping import MemoryExporter, host_identity
 from sglang_reshard.observability import spans
 from sglang_reshard.observability.logs import configure, get_logger, log_context
@@ -27,7 +28,6 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import TrainerChannel
 from sglang_reshard.routes import options_around, shared_state
 from sglang_reshard.sources import NamedTensors, TrainerState
-from sglang_reshard.sources.names import is_mapping
 from sglang_reshard.trainer.coordinator import Send, UpdateCoordinator
 from sglang_reshard.trainer.engine_transfers import Shards
 from sglang_reshard.trainer.gathering import Gathering

@@ -31,12 +31,11 @@ from sglang_reshard.cli.plan.sources import layout_of
 from sglang_reshard.engine.context import failure_message
 from sglang_reshard.engine.unread import check_unread
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
-from sglang_reshard.layout.names import matches_any
+from sglang_reshard.layout.names import ignored_remark, matches_any
 from sglang_reshard.plan import ClusterTopology, TensorIndex, unread_tensors
 from sglang_reshard.route_table import ROUTES
 from sglang_reshard.routes.choice import choose_strategy
 from sglang_reshard.routes.strategy import Strategy
-from sglang_reshard.sources.names import ignored_remark
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.recorded_work import RecordedWork
+from sglang_reshard.layout.names import Renaming
 from sglang_reshard.sources import NamedTensors, TrainerState, as_list, describe
 from sglang_reshard.sources.memory_identity import MemoryIdentity
-from sglang_reshard.sources.names import Renaming
 
 ALIGN_BYTES = 256
 

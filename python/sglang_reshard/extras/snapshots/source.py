@@ -13,10 +13,9 @@ from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.snapshots.folders import LocalFolder, manifest
 from sglang_reshard.extras.snapshots.manifest import SUM_DIGITS, Entry
 from sglang_reshard.extras.snapshots.tensor_files import SAFETENSORS, check_kinds, check_size, note_tensors, read_table
-from sglang_reshard.layout.names import matches_any
+from sglang_reshard.layout.names import ignored_remark, matches_any
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
 from sglang_reshard.routes.disk.messages import DiskFile, DiskFiles
-from sglang_reshard.sources.names import ignored_remark
 from sglang_reshard.trainer.tied_heads import heads
 
 

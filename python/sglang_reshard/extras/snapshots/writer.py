@@ -30,11 +30,11 @@ from sglang_reshard.extras.snapshots.names import check_snapshot_name
 from sglang_reshard.extras.snapshots.upload import SnapshotStore
 from sglang_reshard.extras.snapshots.writer_files import DEFAULT_FILE_BYTES, FLOATING_POINT, SnapshotFiles, write_boxes
 from sglang_reshard.extras.snapshots.writer_folder import SnapshotFolder
+from sglang_reshard.layout.names import Rename, Renaming, patterns
 from sglang_reshard.nearest import check_one_of
 from sglang_reshard.protocol.publication import next_publication
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import NamedTensors, TrainerState, describe
-from sglang_reshard.sources.names import Rename, Renaming, patterns
 from sglang_reshard.trainer.gathering import Gathering
 from sglang_reshard.trainer.stages import Stages
 
