@@ -5,22 +5,29 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_reshard.copying.host_copies import StridedCopy, merge_strided
+from sglang_reshard.copying.host_copies import is_ascending, merged_boxes
 
 
-def elements(copies):
-    """((memory, element) written, (memory, element) read), of all copies."""
+def elements(boxes):
+    """(memories, element written, element read), of all boxes."""
     found = []
-    for s in copies:
-        for index in itertools.product(*map(range, s.size)):
-            to = s.target_offset + sum(i * n for i, n in zip(index, s.target_strides, strict=True))
-            source = s.source_offset + sum(i * n for i, n in zip(index, s.source_strides, strict=True))
-            found.append(((s.target, to), (s.source, source)))
+    for kind, dimensions, (to, source) in boxes:
+        for index in itertools.product(*(range(n) for n, _, _ in dimensions)):
+            steps = list(zip(index, dimensions, strict=True))
+            written, read = (at + sum(i * d[side] for i, d in steps) for side, at in ((2, to), (1, source)))
+            found.append((kind, written, read))
     return sorted(found)
 
 
-def box(target_offset, offset, target="live", source=(0, 0), rows=2, row=4):
-    return StridedCopy(target, target_offset, (row, 1), source, offset, (3 * row, 1), (rows, row), "bfloat16")
+def box(to, source, memories="live", rows=2, row=4):
+    return memories, ((rows, 3 * row, row), (row, 1, 1)), (to, source)
+
+
+def merged(boxes):
+    by_kind = {}
+    for kind, dimensions, point in boxes:
+        by_kind.setdefault((kind, dimensions), []).append(point)
+    return list(merged_boxes(by_kind, is_ascending))
 
 
 @st.composite
@@ -28,47 +35,43 @@ def many(draw):
     """Series of boxes at equal distances, some of them broken, in any order."""
     copies = []
     for number in range(draw(st.integers(1, 4))):
-        target, source = draw(st.sampled_from(["a", "b"])), (draw(st.integers(0, 1)), 0)
+        memories = draw(st.sampled_from(["a", "b", "c"]))
         rows = draw(st.integers(1, 2))
         begin, step = draw(st.integers(0, 50)), draw(st.integers(0, 40))
         for i in range(draw(st.integers(1, 7))):
             jump = draw(st.sampled_from([0, 0, 0, 7]))
-            copies.append(box(1000 * number + 8 * i, begin + i * step + jump, target, source, rows))
+            copies.append(box(1000 * number + 8 * i, begin + i * step + jump, memories, rows))
     return draw(st.permutations(copies))
 
 
 @given(many())
 def test_the_same_elements_go_to_the_same_places(copies):
-    assert elements(merge_strided(copies)) == elements(copies)
+    assert elements(merged(copies)) == elements(copies)
 
 
 def test_boxes_at_equal_distances_are_one_copy():
-    (one,) = merge_strided([box(8 * i, 100 * i) for i in range(64)])
-    assert one.size == (64, 2, 4)
-    assert one.target_strides == (8, 4, 1)
-    assert one.source_strides == (100, 12, 1)
+    (one,) = merged([box(8 * i, 100 * i) for i in range(64)])
+    assert one == ("live", ((64, 100, 8), (2, 12, 4), (4, 1, 1)), (0, 0))
 
 
 def test_gate_and_up_that_take_turns_are_one_copy():
     """Stacked one after the other in the engine; in the trainer's memory a down projection lies between experts."""
     experts = [box(16 * e + 8 * slot, 300 * e + 100 * slot) for e in range(8) for slot in range(2)]
-    (one,) = merge_strided(experts)
-    assert one.size == (8, 2, 2, 4)
+    (one,) = merged(experts)
+    assert [n for n, _, _ in one[1]] == [8, 2, 2, 4]
     assert elements([one]) == elements(experts)
 
 
 def test_what_has_no_order_is_halved():
     copies = [box(8 * i, at) for i, at in enumerate([0, 500, 100, 900, 50, 1000])]
-    assert len(merge_strided(copies)) == 3
-    assert elements(merge_strided(copies)) == elements(copies)
+    assert len(merged(copies)) == 3
+    assert elements(merged(copies)) == elements(copies)
 
 
 def test_what_descends_is_not_merged():
     copies = [box(8 * i, at) for i, at in enumerate([900, 500, 100])]
-    assert sorted(merge_strided(copies)) == copies
+    assert sorted(merged(copies)) == copies
 
 
-def test_different_memories_shapes_and_dtypes_are_not_mixed():
-    copies = [box(0, 0), box(8, 100, target="other"), box(16, 200, source=(1, 0)), box(24, 300, rows=1)]
-    copies.append(box(32, 400)._replace(dtype="float32"))
-    assert len(merge_strided(copies)) == 5
+def test_different_memories_and_shapes_are_not_mixed():
+    assert len(merged([box(0, 0), box(8, 100, memories="other"), box(24, 300, rows=1)])) == 3

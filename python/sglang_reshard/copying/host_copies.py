@@ -1,8 +1,5 @@
 """Copies in host memory: many small boxes become few, which are copied without Python code for each.
 
-    copies, rest = HostCopies.of(pairs)  # torch copies the rest
-    copies.run()
-
 A pair of views of one dtype is a box of bytes at any address: boxes of different tensors are merged, too. numpy copies
 small boxes in less than half of the time that torch needs for each; torch copies large ones in several threads.
 
@@ -14,20 +11,15 @@ shape are at one distance, so that merging halves what has no order.
 from __future__ import annotations
 
 import math
-import operator
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import repeat
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 _TORCH_ELEMENTS = 32768  # from which torch uses several threads
 _UNITS = 8, 4, 2, 1  # bytes that numpy moves at once
-_assign: Any = operator.setitem  # its stub does not know that `...` is an index
 Pair = tuple[torch.Tensor, torch.Tensor]  # destination, source
 Dimension = tuple[int, int, int]  # size, stride in the source, stride in the destination
 K = TypeVar("K", bound=Hashable)
@@ -95,84 +87,41 @@ def _equidistant_runs(points: Sequence[Point]) -> Iterator[tuple[int, int]]:
         first = stop
 
 
-class StridedCopy(NamedTuple):
-    """A copy of `size` elements along each dimension, from one block of memory to another.
-
-    target  name of the parameter written to; its offset and strides are in elements of its dtype
-    source  trainer rank and mapping read from; its offset and strides are in elements of `dtype`
-    """
-
-    target: str
-    target_offset: int
-    target_strides: tuple[int, ...]
-    source: tuple[int, int]
-    source_offset: int
-    source_strides: tuple[int, ...]
-    size: tuple[int, ...]
-    dtype: str
-
-
-def merge_strided(copies: Iterable[StridedCopy]) -> list[StridedCopy]:
-    """Returns fewer copies of the same elements, in any order."""
-    boxes: dict[tuple[tuple[str, tuple[int, int], str], tuple[Dimension, ...]], list[Point]] = {}
-    for copy in copies:
-        dimensions = tuple(zip(copy.size, copy.source_strides, copy.target_strides, strict=True))
-        kind = copy.target, copy.source, copy.dtype
-        boxes.setdefault((kind, dimensions), []).append((copy.target_offset, copy.source_offset))
-    found = []
-    for (target, source, dtype), dimensions, (target_offset, source_offset) in merged_boxes(boxes, _is_ascending):
-        size, source_strides, target_strides = zip(*dimensions, strict=True) if dimensions else ((), (), ())
-        found.append(
-            StridedCopy(target, target_offset, target_strides, source, source_offset, source_strides, size, dtype)
-        )
-    return found
-
-
-def _is_ascending(_kind: object, dimensions: tuple[Dimension, ...], _point: Point) -> bool:
+def is_ascending(_kind: object, dimensions: tuple[Dimension, ...], _point: Point) -> bool:
     """A view of a tensor has no negative strides."""
     _, *strides = dimensions[0]
     return min(strides) > 0
 
 
-@dataclass(frozen=True, slots=True)
-class HostCopies:
-    """Boxes, as arrays. They hold addresses: the caller keeps the tensors alive."""
+def host_copies(pairs: Iterable[Pair]) -> tuple[list[np.ndarray], list[np.ndarray], list[Pair]]:
+    """Returns boxes to write and boxes to read, and the pairs that are left to torch: those that cast, and large boxes.
 
-    destinations: list[np.ndarray]
-    sources: list[np.ndarray]
-
-    @classmethod
-    def of(cls, pairs: Iterable[Pair]) -> tuple[HostCopies, list[Pair]]:
-        """Returns the copies, and the pairs that are left to torch: those that cast, and large boxes.
-
-        Pairs are of one shape each. All may be copied in any order, and at the same time.
-        """
-        boxes: dict[tuple[int, tuple[Dimension, ...]], list[Point]] = {}  # by bytes of a run, and dimensions in bytes
-        rest = []
-        for destination, source in pairs:
-            if not _is_copied_as_bytes(destination, source):
-                rest.append((destination, source))
-            elif destination.numel():
-                size = destination.element_size()
-                dimensions, run = merged_dimensions(tuple(source.shape), source.stride(), destination.stride())
-                in_bytes = tuple((n, a * size, b * size) for n, a, b in dimensions)
-                boxes.setdefault((run * size, in_bytes), []).append((destination.data_ptr(), source.data_ptr()))
-        copies = cls([], [])
-        for run, dimensions, point in merged_boxes(boxes, _is_apart):
-            strides = [stride for _, *both in dimensions for stride in both]
-            unit = next(n for n in _UNITS if math.gcd(run, *point, *strides) % n == 0)
-            shape = *(n for n, _, _ in dimensions), run // unit
-            written = _array(point[0], shape, (*(b for _, _, b in dimensions), unit), unit)
-            read = _array(point[1], shape, (*(a for _, a, _ in dimensions), unit), unit)
-            if written.size >= _TORCH_ELEMENTS and min(strides, default=0) >= 0:
-                rest.append((torch.from_numpy(written), torch.from_numpy(read)))
-            else:
-                copies.destinations.append(written)
-                copies.sources.append(read)
-        return copies, rest
-
-    def run(self) -> None:
-        deque(map(_assign, self.destinations, repeat(...), self.sources), maxlen=0)
+    Pairs are of one shape each. All may be copied in any order, and at the same time. Boxes hold addresses: the caller
+    keeps the tensors alive.
+    """
+    boxes: dict[tuple[int, tuple[Dimension, ...]], list[Point]] = {}  # by bytes of a run, and dimensions in bytes
+    rest = []
+    for destination, source in pairs:
+        if not _is_copied_as_bytes(destination, source):
+            rest.append((destination, source))
+        elif destination.numel():
+            size = destination.element_size()
+            dimensions, run = merged_dimensions(tuple(source.shape), source.stride(), destination.stride())
+            in_bytes = tuple((n, a * size, b * size) for n, a, b in dimensions)
+            boxes.setdefault((run * size, in_bytes), []).append((destination.data_ptr(), source.data_ptr()))
+    destinations, sources = [], []
+    for run, dimensions, point in merged_boxes(boxes, _is_apart):
+        strides = [stride for _, *both in dimensions for stride in both]
+        unit = next(n for n in _UNITS if math.gcd(run, *point, *strides) % n == 0)
+        shape = *(n for n, _, _ in dimensions), run // unit
+        written = _array(point[0], shape, (*(b for _, _, b in dimensions), unit), unit)
+        read = _array(point[1], shape, (*(a for _, a, _ in dimensions), unit), unit)
+        if written.size >= _TORCH_ELEMENTS and min(strides, default=0) >= 0:
+            rest.append((torch.from_numpy(written), torch.from_numpy(read)))
+        else:
+            destinations.append(written)
+            sources.append(read)
+    return destinations, sources, rest
 
 
 def _is_copied_as_bytes(destination: torch.Tensor, source: torch.Tensor) -> bool:

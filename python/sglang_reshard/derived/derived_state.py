@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_reshard.derived.loaded_state import RESTART, LoadedState, loaded_state
-from sglang_reshard.derived.reachable import MISSING, Table, tables
+from sglang_reshard.derived.reachable import MISSING, Named, Table, tables
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.live_signature import LiveSignature
@@ -41,7 +41,11 @@ class DerivedState:
         self._model, self._addresses_stay = model, addresses_stay
         loaded = [(m, state) for m in model.modules() if (state := loaded_state(m)) is not None]
         self._loaded = loaded or [(model, LoadedState(model))]
-        self._flags = _flags_of(model)
+        self._flags: Sequence[Flag] = ()
+        if any(map(has_flags, model.modules())):
+            from sglang_reshard.trace.folded import flags_of
+
+            self._flags = flags_of(model)
         self._set_by_loading = self._set_flags()
         self._live = LiveSignature(model)
         self._walk = -1  # of `_live`, when nothing was found that had appeared since
@@ -105,23 +109,13 @@ class DerivedState:
     def _watch(self) -> None:
         """Remembers what the model has now: nothing of it has to be searched again."""
         self._walk = self._live.walk
-        self._watched = Watched.of(self._tables_of_others())
+        modules = {id(module) for module in self._model.modules()}  # `_live` sees their attributes
+        others = (t for t in tables(self._model) if id(t.owner) not in modules or t.kind != "attributes")
+        self._watched = Watched.of(others)
         self._others = self._watched.fingerprint()
 
     def _set_flags(self) -> set[str]:
         return {flag.label for flag in self._flags if flag.is_set}
-
-    def _tables_of_others(self) -> list[Table]:
-        modules = {id(module) for module in self._model.modules()}  # `_live` sees their attributes
-        return [t for t in tables(self._model) if id(t.owner) not in modules or t.kind != "attributes"]
-
-
-def _flags_of(model: torch.nn.Module) -> Sequence[Flag]:
-    if not any(map(has_flags, model.modules())):
-        return ()
-    from sglang_reshard.trace.folded import flags_of
-
-    return flags_of(model)
 
 
 @dataclass(slots=True)
@@ -155,7 +149,7 @@ class Watched:
                         found.empty.append(cell)
                     elif not callable(cell.cell_contents):
                         found._watch_object(cell, "cell_contents")
-            elif table.has_slots:
+            elif isinstance(table.entries, Named):  # slots
                 for name in table.entries.names:
                     found._watch_object(table.owner, name)
             else:

@@ -61,7 +61,7 @@ def rehearse(derived: Change, guards: Sequence[Change], weights: Collection[int]
         return Rehearsed(refusal="it is not an attribute that a method of the model computes")
     values = [guard.value for guard in guards]
     refusal = "no method computes it without the inputs of a forward pass"
-    for maker in _makers(derived):
+    for maker in [getattr(owner, n) for owner in owners(derived.table) for n in makers(owner, derived.key) if n]:
         try:
             made, of_weights = _made((derived, *guards), maker, weights)
         except Exception as error:
@@ -81,12 +81,6 @@ def rehearse(derived: Change, guards: Sequence[Change], weights: Collection[int]
             return Rehearsed(Remake(derived, tuple(guards), tensor, maker))
         refusal = f"{maker.__name__} computes another tensor from the same weights"
     return Rehearsed(refusal=refusal)
-
-
-def _makers(derived: Change) -> Iterator[Any]:
-    for owner in owners(derived.table):
-        for name in filter(None, makers(owner, derived.key)):
-            yield getattr(owner, name)
 
 
 def _made(changes: Sequence[Change], method: Any, weights: Collection[int]) -> tuple[torch.Tensor | float | None, bool]:
@@ -156,7 +150,8 @@ class _Watch(TorchDispatchMode):
             for tensor in written if isinstance(written, (list, tuple)) else (written,):
                 if isinstance(tensor, torch.Tensor) and storage_key(tensor) in self._weights:
                     raise RuntimeError(f"{func} writes to a weight")
-        of_weights = any(self._depends(tensor) for tensor in tensors_in(args, kwargs))
+        keys = map(storage_key, tensors_in(args, kwargs))
+        of_weights = any(key in self._weights or key in self.derived for key in keys)
         out = func(*args, **kwargs)
         if of_weights:
             for tensor in out if isinstance(out, (list, tuple)) else (out,):
@@ -165,10 +160,6 @@ class _Watch(TorchDispatchMode):
                     self.derived.add(storage_key(tensor))
                     self._kept.append(tensor)
         return out
-
-    def _depends(self, tensor: torch.Tensor) -> bool:
-        key = storage_key(tensor)
-        return key in self._weights or key in self.derived
 
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -47,7 +47,8 @@ def is_lazy(table: Table, key: Any) -> bool:
         if isinstance(table.owner, types.FunctionType):
             return any(key in uses.loads and key in uses.stores for uses in _uses(table))
         # A name like that is of one class, so a function anywhere that has it is of its package.
-        return _is_private(key) and any(key in u.loads and key in u.stores for u in _elsewhere(table, key))
+        is_private = isinstance(key, str) and key.startswith("_") and len(key) > 3
+        return is_private and any(key in u.loads and key in u.stores for u in _elsewhere(table, key))
     return any(key in uses.loads and _stored(table, key) in uses.stores for uses in _uses(table))
 
 
@@ -196,10 +197,6 @@ def _helper_methods(owner: Any) -> Iterator[Uses]:
         if hasattr(helper, "__dict__") and not isinstance(helper, (torch.nn.Module, torch.Tensor, type)):
             yield from methods_of(type(helper)).values()
     yield from functions_around(owner if isinstance(owner, type) else type(owner))
-
-
-def _is_private(key: Any) -> bool:
-    return isinstance(key, str) and key.startswith("_") and len(key) > 3
 
 
 def _is_cached_property(kind: type, key: Any) -> bool:

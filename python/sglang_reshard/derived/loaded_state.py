@@ -83,7 +83,9 @@ class LoadedState:
 
     def new_tensors(self, change: Change) -> list[torch.Tensor]:
         """Returns the tensors in a value of `changes`, but for those in memory that the model had."""
-        tensors = tensors_in(change.value, new=self._is_new(change.value))
+        value = change.value
+        is_new = isinstance(value, torch.nn.Module) and id(vars(value)) not in self._known
+        tensors = tensors_in(value, new=is_new)
         if change.how == "written":
             return list(tensors)
         return [t for t in tensors if t.numel() and storage_key(t) not in self._memory]
@@ -102,9 +104,6 @@ class LoadedState:
             return ""
         cached = type(value) is list is type(before)  # results of a cache are listed each time
         return "" if cached and list(map(id, value)) == list(map(id, before)) else "appeared"
-
-    def _is_new(self, value: Any) -> bool:
-        return isinstance(value, torch.nn.Module) and id(vars(value)) not in self._known
 
     def replaces_parameter(self, change: Change) -> bool:
         """Returns whether the module had a parameter or buffer of this name: the model does not run without it."""

@@ -63,11 +63,7 @@ class Table:
     @property
     def identity(self) -> Any:
         """The object by whose id the table is known again: cells, slots and class variables are listed each time."""
-        return self.owner if isinstance(self.entries, _Named) else self.entries
-
-    @property
-    def has_slots(self) -> bool:
-        return self.kind == "attributes" and isinstance(self.entries, _Named)
+        return self.owner if isinstance(self.entries, Named) else self.entries
 
     @property
     def is_global(self) -> bool:
@@ -103,7 +99,7 @@ class Table:
         return f"{self.path}.{key}" if self.path else str(key)
 
 
-class _Named(MutableMapping[str, Any]):
+class Named(MutableMapping[str, Any]):
     """Values that an object has elsewhere than in its dictionary, by name. Not each of the names has one."""
 
     def __init__(
@@ -135,19 +131,19 @@ class _Named(MutableMapping[str, Any]):
         self._delete(self._of, name)
 
 
-def _slots_of(value: Any) -> _Named:
+def _slots_of(value: Any) -> Named:
     # A frozen dataclass has another __setattr__.
-    return _Named(value, _slots(type(value)), object.__getattribute__, object.__setattr__, object.__delattr__)
+    return Named(value, _slots(type(value)), object.__getattribute__, object.__setattr__, object.__delattr__)
 
 
-def _variables_of(kind: type) -> _Named:
+def _variables_of(kind: type) -> Named:
     """Returns those of a class, without its methods and descriptors."""
     of = list(vars(kind).items())
     names = [n for n, v in of if not n.startswith("__") and (isinstance(v, _FUNCTIONS) or not hasattr(v, "__get__"))]
-    return _Named(kind, names, lambda of, name: vars(of)[name], type.__setattr__, type.__delattr__)
+    return Named(kind, names, lambda of, name: vars(of)[name], type.__setattr__, type.__delattr__)
 
 
-def _cells_of(function: types.FunctionType) -> _Named:
+def _cells_of(function: types.FunctionType) -> Named:
     """Returns those of a function's closure; one that is assigned later, or never, has no value."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
@@ -157,7 +153,7 @@ def _cells_of(function: types.FunctionType) -> _Named:
     def delete(_: Any, name: str) -> None:
         del cells[name].cell_contents
 
-    return _Named(function, cells, lambda _, name: cells[name].cell_contents, put, delete)
+    return Named(function, cells, lambda _, name: cells[name].cell_contents, put, delete)
 
 
 def tables(model: torch.nn.Module) -> Iterator[Table]:

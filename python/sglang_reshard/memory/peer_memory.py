@@ -190,7 +190,8 @@ class PeerMemory:
         if mapped.numel() and runtime().is_gpu(self._device):
             of_files = zip(begins, map(self._ranges.__getitem__, storages), strict=True)
             read = [(file + begin, file + end) for file, ranges in of_files for begin, end in ranges]
-            pages = merged(map(_whole_pages, read), _GAP_BYTES)
+            page = mmap.PAGESIZE
+            pages = merged(((begin // page * page, aligned(end, page)) for begin, end in read), _GAP_BYTES)
             if not self._register([(mapped.data_ptr() + begin, end - begin) for begin, end in pages], opened):
                 _warn_unregistered()
 
@@ -275,11 +276,6 @@ def _open_gpu(allocations: Sequence[GpuAllocation], trainer_rank: int, device: t
             f"{where} cannot be mapped for {device}: {error}. Is there peer access between them (nvidia-smi topo -p2p "
             "r), and is the trainer alive? transport='p2p' needs no peer access"
         ) from error
-
-
-def _whole_pages(of: tuple[int, int]) -> tuple[int, int]:
-    begin, end = of
-    return begin // mmap.PAGESIZE * mmap.PAGESIZE, aligned(end, mmap.PAGESIZE)
 
 
 @cache

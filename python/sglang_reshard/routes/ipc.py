@@ -11,13 +11,16 @@ from collections.abc import Container, Iterable, Sequence
 import torch
 
 from sglang_reshard.copying.copy_list import CopyList
-from sglang_reshard.copying.host_copies import StridedCopy, merge_strided
+from sglang_reshard.copying.host_copies import Dimension, Point, is_ascending, merged_boxes
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.plan import ClusterTopology, RankDemand, ReadPlan, TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting, Reads
 from sglang_reshard.routes.strategy import REQUESTED, Strategy, demanded_bytes, first_unread
+
+# By storage written to, trainer rank and mapping read from, and dtype there; and by dimensions.
+_Boxes = dict[tuple[tuple[str, int, int, str], tuple[Dimension, ...]], list[Point]]
 
 
 def plan(_index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTopology, _bucket_bytes: int) -> Strategy:
@@ -38,7 +41,7 @@ class DirectReads:
         """`numbers` of reads of the read plan. `reads.landing` must have been placed."""
         self.read_bytes: dict[int, int] = {}
         self._landing = reads.landing
-        copies: dict[int | None, list[StridedCopy]] = {}
+        copies: dict[int | None, _Boxes] = {}
         for read in numbers:
             copy, item, tensor = reads.read_plan.read(read)
             trainer_rank = int(reads.read_plan.trainer_ranks[read])
@@ -46,18 +49,10 @@ class DirectReads:
             mapping, offset, strides = reads.memory[trainer_rank].locate(
                 tensor, item.local_region, tensor_class.item_bytes
             )
-            copies.setdefault(reads.landing.turn_of(copy.target), []).append(
-                StridedCopy(
-                    target=copy.target,
-                    target_offset=copy.offset + item.offset,
-                    target_strides=copy.strides,
-                    source=(trainer_rank, mapping),
-                    source_offset=offset,
-                    source_strides=strides,
-                    size=item.local_region.count,
-                    dtype=tensor_class.dtype,
-                )
-            )
+            dimensions = tuple(zip(item.local_region.count, strides, copy.strides, strict=True))
+            boxes = copies.setdefault(reads.landing.turn_of(copy.target), {})
+            kind = copy.target, trainer_rank, mapping, tensor_class.dtype
+            boxes.setdefault((kind, dimensions), []).append((copy.offset + item.offset, offset))
             self.read_bytes[trainer_rank] = self.read_bytes.get(trainer_rank, 0) + item.nbytes
         self._copies = {turn: _copy_list(reads, of_turn) for turn, of_turn in copies.items()}
         self.extra_bytes = sum(copies.table_bytes for copies in self._copies.values())
@@ -117,14 +112,12 @@ def read_targets(plan: ReadPlan, reads: Iterable[int]) -> set[str]:
     return {plan.copies[copy].target for copy in set(plan.copy_ids[list(reads)].tolist())}
 
 
-def _copy_list(reads: Reads, copies: Iterable[StridedCopy]) -> CopyList:
+def _copy_list(reads: Reads, boxes: _Boxes) -> CopyList:
     found = CopyList()
-    for c in merge_strided(copies):
-        target = reads.program.targets[c.target]
-        trainer_rank, mapping = c.source
-        source = reads.memory[trainer_rank].view(
-            mapping, c.source_offset, c.source_strides, c.size, getattr(torch, c.dtype)
-        )
-        found.add(target.as_strided(c.size, c.target_strides, target.storage_offset() + c.target_offset), source)
+    for (name, trainer_rank, mapping, dtype), dimensions, (to, offset) in merged_boxes(boxes, is_ascending):
+        size, source_strides, target_strides = zip(*dimensions, strict=True) if dimensions else ((), (), ())
+        target = reads.program.targets[name]
+        source = reads.memory[trainer_rank].view(mapping, offset, source_strides, size, getattr(torch, dtype))
+        found.add(target.as_strided(size, target_strides, target.storage_offset() + to), source)
     found.build()
     return found

@@ -49,7 +49,8 @@ def shard_order(where: str, spec: Any) -> ShardOrder:
     Raises Unsupported, starting with `where` and naming it, for a field that this package does not know and whose
     value is not the one that torch gives it by default.
     """
-    unknown = (_field_names(type(spec)) | vars(spec).keys()) - _KNOWN
+    known = {field.name for field in dataclasses.fields(spec)} if dataclasses.is_dataclass(spec) else set[str]()
+    unknown = (known | vars(spec).keys()) - _KNOWN
     for name in sorted(n for n in unknown if not n.startswith("_") and not _is_default(spec, n)):
         raise Unsupported(
             f"{where} has a {type(spec).__name__} whose field {name} is {getattr(spec, name)!r}, which this version of "
@@ -68,10 +69,6 @@ def _is_default(spec: Any, name: str) -> bool:
         return bool(getattr(type(spec)(spec.mesh, spec.placements, spec.tensor_meta), name) == getattr(spec, name))
     except Exception:  # of a class that is made in another way, nothing is known
         return False
-
-
-def _field_names(kind: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout.regions import ITEM_BYTES
+from sglang_reshard.layout.regions import ITEM_BYTES, Box
 from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap, canonical, invalid_reason
 from sglang_reshard.layout.source_layout import (
     LocalShard,
@@ -32,7 +32,6 @@ from sglang_reshard.torch_private import is_traceable_wrapper_subclass
 if TYPE_CHECKING:
     from sglang_reshard.sources.flat import FlatBuffer
     from sglang_reshard.sources.fsdp import ShardedParameters
-    from sglang_reshard.sources.uneven import OwnPart
 
 
 class TensorReader:
@@ -141,16 +140,16 @@ class TensorReader:
         return tuple(tensor.shape), self._replicated, tensor
 
     def _of_own_part(
-        self, where: str, shape: tuple[int, ...], placed: MeshSharding, part: OwnPart
+        self, where: str, shape: tuple[int, ...], placed: MeshSharding, part: Box | None
     ) -> MeshSharding | ShardMap:
         """Returns the sharding of a tensor whose local tensor states its own part: `placed` if they agree."""
-        boxes = [] if part.box is None else [part.box]
+        boxes = [] if part is None else [part]
         if [shard.box for shard in compute_shard_map(shape, *placed).shards_of(self._rank)] == boxes:
             return placed
         if not self._partial:
             raise Unsupported(
                 f"{where} is an uneven DTensor, as Megatron-FSDP's: this trainer rank holds "
-                f"{part.box if part.box else 'nothing'} of global shape {shape}, which neither its placements nor "
+                f"{part or 'nothing'} of global shape {shape}, which neither its placements nor "
                 "other trainer ranks know. Pass partial=True, so that each trainer rank states its own part, or an "
                 "ExplicitSharding with the parts of all trainer ranks"
             )

@@ -7,7 +7,7 @@ rows. Each local tensor states its own place, in the way in which torch's distri
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,20 +15,14 @@ from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Box
 
 
-class OwnPart(NamedTuple):
-    """The part of a tensor that this trainer rank holds: a box, or None for nothing."""
-
-    box: Box | None
-
-
-def own_part(where: str, shape: tuple[int, ...], local: torch.Tensor) -> OwnPart:
-    """Returns the part of a tensor of global `shape` (elements) that a DTensor's local tensor states.
+def own_part(where: str, shape: tuple[int, ...], local: torch.Tensor) -> Box | None:
+    """Returns the part of a tensor of global `shape` (elements) that a DTensor's local tensor states; None for nothing.
 
     Raises Mismatch, starting with `where`, for a part that is not the local tensor's or is outside of the shape, and
     Unsupported for several parts.
     """
     if not local.numel():
-        return OwnPart(None)
+        return None
     chunks: list[Any] = local.__create_chunk_list__()  # type: ignore[attr-defined]
     if len(chunks) != 1:
         raise Unsupported(
@@ -42,4 +36,4 @@ def own_part(where: str, shape: tuple[int, ...], local: torch.Tensor) -> OwnPart
             f"{where} has a local tensor of shape {tuple(local.shape)}, but states the chunk {sizes} at {start} of "
             f"global shape {shape}. Call update_uneven_dtensor_chunk_metadata on it again, or pass an ExplicitSharding"
         )
-    return OwnPart(box)
+    return box

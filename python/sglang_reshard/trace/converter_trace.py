@@ -100,7 +100,8 @@ class _FunctionRecorder(Recorder):
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dim, index = _index_of(func, args)
-        if type(args[0]) is LazyTensor and _is_known_vector(index):
+        is_known = type(index) is torch.Tensor and index.dim() == 1 and index.device.type != "meta"
+        if type(args[0]) is LazyTensor and is_known:
             length = args[0].meta.size(dim)
             given = (index.nonzero().flatten() if index.dtype == torch.bool else index).tolist()
             positions = [p + length if p < 0 else p for p in given]
@@ -129,10 +130,6 @@ def _index_of(func: Any, args: tuple[Any, ...]) -> tuple[int, Any]:
         if len(given) == 1:
             return given[0]
     return 0, None
-
-
-def _is_known_vector(index: Any) -> bool:
-    return type(index) is torch.Tensor and index.dim() == 1 and index.device.type != "meta"
 
 
 def _runs(positions: Sequence[int]) -> Iterator[tuple[int, range]]:

@@ -48,8 +48,8 @@ class ConvertingLoader(Loader):
             return ()
         if self._blocks.whole:
             return as_quantized(specs, with_whole_scale(specs, self._blocks), self._blocks)
-        candidates = wider(specs, self._blocks)
-        return [in_fp8(spec) if spec.name in candidates else spec for spec in specs]
+        candidates, fp8 = wider(specs, self._blocks), str(FP8).removeprefix("torch.")
+        return [replace(spec, dtype=fp8) if spec.name in candidates else spec for spec in specs]
 
     def converted(self, program: Program, loaded: Loaded, specs: Sequence[TensorSpec]) -> Program:
         check_deferred(self.repacked, loaded.passes)
@@ -124,10 +124,6 @@ def sources_of_fp8(records: Iterable[Record]) -> set[str]:
     return {
         tensor.spec.name for record in records if record.dtype == FP8 for tensor in checkpoint_tensors(record.content)
     }
-
-
-def in_fp8(spec: TensorSpec) -> TensorSpec:
-    return replace(spec, dtype=str(FP8).removeprefix("torch."))
 
 
 def as_quantized(specs: Iterable[TensorSpec], names: set[str], blocks: Blocks) -> list[TensorSpec]:

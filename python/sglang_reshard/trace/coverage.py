@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -37,18 +37,17 @@ def is_complete(model: torch.nn.Module, storages: Mapping[int, LiveStorage], rec
         storage = storages.get(storage_key(buffer))
         if buffer.numel() and storage is not None and storage not in written:
             return False
-    return all(_is_covered(storage, wanted[storage], of_storage) for storage, of_storage in written.items())
+    for storage, of_storage in written.items():
+        # In elements, or in units of the smallest dtype that the storage is written as.
+        unit = min(storage.tensor.dtype.itemsize, *(record.dtype.itemsize for record in of_storage))
+        parameters = [geometry_of(p).scaled(p.element_size() // unit) for p in wanted[storage]]
+        if not runs_cover(parameters, [record.written(unit) for record in of_storage]):
+            return False
+    return True
 
 
 def _reads_live_memory(content: VersionedView) -> bool:
     return any(isinstance(leaf.storage.base, LiveStorage) for leaf in leaves(content))
-
-
-def _is_covered(storage: LiveStorage, parameters: Sequence[torch.Tensor], records: Collection[Record]) -> bool:
-    # In elements, or in units of the smallest dtype that the storage is written as.
-    unit = min(storage.tensor.dtype.itemsize, *(r.dtype.itemsize for r in records))
-    wanted = [geometry_of(p).scaled(p.element_size() // unit) for p in parameters]
-    return runs_cover(wanted, [record.written(unit) for record in records])
 
 
 def runs_cover(wanted: Sequence[Geometry], writes: Sequence[Geometry]) -> bool:

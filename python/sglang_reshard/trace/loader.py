@@ -72,19 +72,11 @@ def has_flags(module: torch.nn.Module) -> bool:
     return bool(attributes.get(FLAGS)) or (not of_torch and any(value is False for value in attributes.values()))
 
 
-def _defers(module: torch.nn.Module) -> bool:
-    return callable(getattr(module, "post_load_weights", None))
-
-
-def _has_scales(module: torch.nn.Module) -> bool:
-    return any(isinstance(getattr(module, name, None), torch.Tensor) for name in ("k_scale", "v_scale"))
-
-
 # Their last steps come in this order.
 _ASKED: dict[str, Callable[[torch.nn.Module], bool]] = {
     "folded": has_flags,
-    "kv_scales": _has_scales,
-    "post_load": _defers,
+    "kv_scales": lambda m: any(isinstance(getattr(m, n, None), torch.Tensor) for n in ("k_scale", "v_scale")),
+    "post_load": lambda module: callable(getattr(module, "post_load_weights", None)),
 }
 
 

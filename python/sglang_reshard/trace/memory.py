@@ -109,10 +109,6 @@ class TraceMemory:
         key = storage_key(tensor)
         return key in self._written or key in self._adopted
 
-    @property
-    def any_stale(self) -> bool:
-        return bool(self._written or self._adopted)
-
     def as_lazy(self, value: Any, always: bool = False) -> Any:
         """Returns a lazy tensor for a stale one (with `always`, for any tensor), and any other value as it is."""
         if not isinstance(value, torch.Tensor) or type(value) is LazyTensor:

@@ -44,7 +44,7 @@ def check_quantized(
             continue
         own = next((storage for storage, other in siblings.items() if other == name.rpartition(".")[2]), None)
         fills = stock.fills(own.name) if own is not None and not part else None
-        of = _checkpoint_modules([part] if part else source_names(fills or ()))
+        of = {source.rpartition(".")[0] for source in ([part] if part else source_names(fills or ()))}
         changed = [
             source
             for storage in siblings
@@ -76,7 +76,3 @@ def _is_quantized(tensor: torch.Tensor) -> bool:
     if tensor.dtype in (torch.bool, torch.int64):  # masks and indices
         return False
     return tensor.dtype.itemsize == 1 or not (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _checkpoint_modules(tensors: Iterable[str]) -> set[str]:
-    return {name.rpartition(".")[0] for name in tensors}

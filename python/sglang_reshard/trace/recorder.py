@@ -131,7 +131,7 @@ class Recorder(TraceMemory):
             for tensor in target if isinstance(target, (list, tuple)) else (target,):
                 if isinstance(tensor, torch.Tensor) and self.intercepts(tensor):
                     return self.record(func, args, kwargs)
-        if self.any_stale and any(map(self.is_stale, tensors)):
+        if (self._written or self._adopted) and any(map(self.is_stale, tensors)):
             return self.record(func, args, kwargs)
         self._check_scalars(func, args, kwargs)
         out = func(*args, **kwargs)
