@@ -19,8 +19,7 @@ import torch
 
 from benchmark import deepseek_v3, pages, results
 from benchmark.results import Row
-from sglang_reshard.landings.checked.regions import RegionSet
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import RegionSet, Selection
 from sglang_reshard.landings.checked.source import SourceChecksums
 from sglang_reshard.landings.checked.target import TargetChecksums
 from sglang_reshard.layout.regions import Region

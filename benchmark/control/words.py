@@ -10,8 +10,7 @@ import numpy as np
 from sglang_reshard.control import ControlClient
 from sglang_reshard.engine.context import PrepareVote, WrittenVote
 from sglang_reshard.landings.checked.messages import LANDING, ChecksAsk, ChecksumPart, Checksums, summed
-from sglang_reshard.landings.checked.regions import num_groups
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import Selection, num_groups
 from sglang_reshard.landings.checked.source import PartialChecksums
 from sglang_reshard.observability.report import RankReport, UpdateReport
 from sglang_reshard.protocol.messages import (

@@ -12,7 +12,7 @@ from benchmark.gpu.place import DEVICE, free_bytes, room, seconds_of
 from benchmark.gpu.rate_items import GOAL, judge
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
 from sglang_reshard.landings.checked.kernel_sums import can_compile
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.layout.regions import ITEM_BYTES, Box, Region
 
 _VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -6,8 +6,7 @@ from fuzz.arbitrary import changed, value_of
 from fuzz.settings import fuzzed
 from fuzz.states import copies_of, layout_of, shards_of, whole_of
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.landings.checked.regions import RegionKind, RegionSet, num_groups
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import RegionKind, RegionSet, Selection, num_groups
 from sglang_reshard.landings.checked.source import SourceChecksums
 from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 

@@ -16,9 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.landings.checked import checksum, kernel_sums, selection
+from sglang_reshard.landings.checked import checksum, kernel_sums
+from sglang_reshard.landings.checked import regions as selection
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import Selection
 from support import copy_tables
 from support.copy_tables import InterpretedGpu, interpreted
 from support.sweep import examples

@@ -11,9 +11,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.landings.checked import checksum, coefficients, selection
+from sglang_reshard.landings.checked import checksum, coefficients
+from sglang_reshard.landings.checked import regions as selection
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.landings.checked.source import SourceChecksums
 from sglang_reshard.landings.checked.target import TargetChecksums
 from sglang_reshard.layout.regions import Box, Region

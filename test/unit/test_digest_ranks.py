@@ -11,8 +11,7 @@ import torch
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.landings.checked import regions
 from sglang_reshard.landings.checked.checksum import RegionBatch
-from sglang_reshard.landings.checked.regions import MAX_GROUPS, RegionKind, RegionSet
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import MAX_GROUPS, RegionKind, RegionSet, Selection
 from sglang_reshard.landings.checked.source import SourceChecksums
 from sglang_reshard.landings.checked.target import TargetChecksums
 from sglang_reshard.layout.decoders import pack_blob

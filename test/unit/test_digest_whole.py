@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_reshard.landings.checked import whole_model
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.landings.checked.source import SourceChecksums
 from sglang_reshard.landings.checked.target import TargetChecksums
 from sglang_reshard.layout.regions import Region

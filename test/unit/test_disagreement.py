@@ -13,7 +13,7 @@ from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.landings.checked.disagreement import disagreement
 from sglang_reshard.landings.checked.messages import CHANGED_UNDER_WAY
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.sources import ExplicitSharding, ShardMap, describe
 from support.toy import ToyRank, checkpoint

@@ -3,6 +3,11 @@
 FSDP1's flat parameters, ZeRO-3's partitions and the buffers of distributed optimizers are such buffers. A range of a
 tensor's elements in row-major order is a few boxes of it: the rest of a row, whole rows, the beginning of a row, and so
 on for more dimensions. So each rank's piece is described where it is, and nothing is unsharded or copied.
+
+ZeRO-3 flattens each parameter and gives every rank of its process group an equal range, the last ones padded. The
+parameter itself is empty, or a gathered copy for as long as a module runs: small ones (`ds_persist`) and hpZ's
+secondary partitions are such copies, too, and are left alone. ZeRO-1 and 2 leave parameters whole on every rank, so
+they are read as any others.
 """
 
 from __future__ import annotations
@@ -11,8 +16,10 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Box
@@ -147,3 +154,24 @@ def flat_boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
         yield from flat_boxes(shape, begin, whole[0] * row)
         yield from flat_boxes(shape, whole[0] * row, whole[1] * row)
         yield from flat_boxes(shape, whole[1] * row, end)
+
+
+def partition(where: str, name: str, parameter: Any) -> tuple[torch.Tensor, FlatBuffer]:
+    """Returns this rank's piece of a partitioned parameter and its flat buffer, with one member of this name.
+
+    Raises Unsupported, starting with `where`, for a piece that is on NVMe, or quantized.
+    """
+    piece = parameter.ds_tensor
+    if piece.status.name != "AVAILABLE":
+        raise Unsupported(
+            f"{where} is partitioned by ZeRO-3 and its piece is not in memory (offload_param to NVMe). Offload "
+            "parameters to the CPU, or do not offload them"
+        )
+    if hasattr(piece, "ds_quant_scale"):
+        raise Unsupported(f"{where} is quantized by ZeRO-3; unset zero_quantized_nontrainable_weights")
+    size, total = int(piece.ds_numel), int(parameter.ds_numel)
+    ranges = tuple(
+        (rank, min(number * size, total), min((number + 1) * size, total))
+        for number, rank in enumerate(dist.get_process_group_ranks(parameter.ds_process_group))
+    )
+    return piece, FlatBuffer((FlatMember(name, tuple(parameter.ds_shape), 0),), ranges)

@@ -63,7 +63,7 @@ class TensorReader:
         if not isinstance(given, torch.Tensor):
             raise Unsupported(f"{where} is a {type(given).__name__}, not a torch.Tensor; leave it out")
         if sharding is None and is_partitioned(given):
-            from sglang_reshard.sources.deepspeed import partition
+            from sglang_reshard.sources.flat import partition
 
             return self._read_flat(where, *partition(where, name, given))
         fused, spec = None, sharding

@@ -18,7 +18,7 @@ from sglang_reshard.extras.snapshots.manifest import DELTA, SUM_DIGITS, Snapshot
 from sglang_reshard.extras.snapshots.tensor_files import INDEX, METADATA, MOST_TENSORS
 from sglang_reshard.extras.snapshots.writer_folder import to_disk
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.layout.checkpoint_headers import DTYPES
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.layout.source_layout import SourceLayout

@@ -23,7 +23,7 @@ from sglang_reshard.landings.checked.coefficients import (
     total,
 )
 from sglang_reshard.landings.checked.kernel_sums import kernel_sums
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.layout.regions import Box, Region, split
 
 _ALL = slice(None)

@@ -16,7 +16,7 @@ import torch
 from sglang_reshard.errors import EngineRefused, ReshardError
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
 from sglang_reshard.landings.checked.messages import CHANGED_UNDER_WAY
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.source_layout import SourceLayout, SourceTensor
 from sglang_reshard.shown_names import some_names

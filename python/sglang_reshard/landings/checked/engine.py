@@ -9,7 +9,7 @@ import numpy as np
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.landings.base import Landing, LandingAround, Update
 from sglang_reshard.landings.checked.messages import CHANGED_UNDER_WAY, LANDING, ChecksAsk, Checksums
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.landings.checked.target import TargetChecksums
 from sglang_reshard.landings.checked.whole_model import with_kept
 from sglang_reshard.plan import TensorIndex

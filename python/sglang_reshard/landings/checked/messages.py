@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from sglang_reshard.landings.checked import whole_model
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.landings.checked.source import PartialChecksums
 
 LANDING = "checked"

@@ -12,8 +12,7 @@ import torch
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
 from sglang_reshard.landings.checked.coefficients import tensor_coefficients
-from sglang_reshard.landings.checked.regions import RegionKind, RegionSet, groups_of, num_groups
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import RegionKind, RegionSet, Selection, groups_of, num_groups
 from sglang_reshard.landings.checked.whole_model import region_coefficients
 from sglang_reshard.layout.regions import ITEM_BYTES, Box, LocalRegion, Region, is_within
 from sglang_reshard.layout.shard_map import ShardBox

@@ -10,8 +10,7 @@ import torch
 
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
 from sglang_reshard.landings.checked.coefficients import tensor_coefficients
-from sglang_reshard.landings.checked.regions import RegionKind, RegionSet, groups_of, num_groups
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import RegionKind, RegionSet, Selection, groups_of, num_groups
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.shown_names import some_names

@@ -11,8 +11,7 @@ import torch
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
 from sglang_reshard.landings.base import Published, Responder
 from sglang_reshard.landings.checked.messages import ChecksAsk, ChecksumPart, Checksums, summed
-from sglang_reshard.landings.checked.regions import RegionSet
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import RegionSet, Selection
 from sglang_reshard.landings.checked.source import SourceChecksums
 from sglang_reshard.layout.names import renamed
 from sglang_reshard.observability.logs import get_logger

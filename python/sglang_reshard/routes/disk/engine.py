@@ -22,7 +22,7 @@ from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
-from sglang_reshard.landings.checked.selection import Selection
+from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.landings.checked.whole_model import with_kept
 from sglang_reshard.layout.regions import Box, Region, split
 from sglang_reshard.observability.report import Traffic
