@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
 from sglang_reshard.routes.base import Reads
-from sglang_reshard.routes.p2p.communicators import P2pCommunicator
+from sglang_reshard.routes.wire.communicator import Communicator
 from sglang_reshard.trace.program import Program
 
 CPU = torch.device("cpu")
@@ -22,8 +22,8 @@ def reads_of(rank: int, index: Any, plan: Any, targets: Any) -> Reads:
     return Reads(rank, CPU, index, plan, landing, {})
 
 
-def connected(store: dist.Store, name: str, **options: Any) -> P2pCommunicator:
-    communicator = P2pCommunicator(**options)
+def connected(store: dist.Store, name: str, **options: Any) -> Communicator:
+    communicator = Communicator(**options)
     communicator.connect(dist.PrefixStore(name, store))
     return communicator
 

@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 
 class Mail:
-    """Stands in for `P2pCommunicators`: what is sent is kept until it is received."""
+    """Stands in for `Communicators`: what is sent is kept until it is received."""
 
     def __init__(self, me, boxes):
         self._me, self._boxes = me, boxes

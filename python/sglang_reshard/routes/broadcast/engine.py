@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.layout.regions import Box, Region
@@ -20,11 +21,11 @@ from sglang_reshard.observability.report import Traffic
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting, Reads
-from sglang_reshard.routes.broadcast.communicators import BroadcastCommunicators
 from sglang_reshard.routes.broadcast.plan import BroadcastPlan, BroadcastStrategy, Bucket
 from sglang_reshard.routes.ipc import DirectReads, read_targets
 from sglang_reshard.routes.strategy import Strategy
-from sglang_reshard.routes.wire.communicator import Communicator, PendingOps
+from sglang_reshard.routes.wire.abortable_group import backend_of
+from sglang_reshard.routes.wire.communicator import Communicator, Communicators, PendingOps
 from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
 
 if TYPE_CHECKING:
@@ -42,13 +43,13 @@ class _BucketOps(NamedTuple):
 
 
 class Broadcasts:
-    """One engine rank's part. Construction is collective: members connect their groups in the plan's order.
+    """One engine rank's part.
 
     traffic      of each update
     extra_bytes  of its buckets and tables
     """
 
-    def __init__(self, reads: Reads, plan: BroadcastPlan, groups: BroadcastCommunicators) -> None:
+    def __init__(self, reads: Reads, plan: BroadcastPlan, groups: Communicators) -> None:
         engine_rank = reads.engine_rank
         own = [bucket for bucket in plan.buckets if engine_rank in plan.groups[bucket.group].members]
         largest = max((bucket.nbytes for bucket in own), default=0)
@@ -63,9 +64,6 @@ class Broadcasts:
         self.extra_bytes += self._direct.extra_bytes
         self._read_bytes = dict(self._direct.read_bytes)
         self._received_bytes = sum(self._read_bytes.values())
-        for group in plan.groups:
-            if engine_rank in group.members:
-                groups.get(group.members)
         copies_of: dict[str, list[Copy]] = {}
         for copy in reads.program.copies:
             copies_of.setdefault(copy.source, []).append(copy)
@@ -95,7 +93,7 @@ class Broadcasts:
         self,
         reads: Reads,
         plan: BroadcastPlan,
-        groups: BroadcastCommunicators,
+        groups: Communicators,
         copies_of: dict[str, list[Copy]],
         bucket: Bucket,
         buffer: torch.Tensor,
@@ -136,14 +134,22 @@ class BroadcastEngineEnd(EngineEnd):
 
     def connect(self, meeting: Meeting) -> None:
         reads, session = self._side.reads, meeting.session
-        # Named by the update, so that all ranks use the same name and none that an aborted update left behind.
-        own = {group.members for group in self._plan.groups if reads.engine_rank in group.members}
-        groups = BroadcastCommunicators(
-            reads.engine_rank, reads.device, reads.timeout_s, epoch=meeting.update, at_once=max(1, len(own))
+        members = list(dict.fromkeys(group.members for group in self._plan.groups))
+        self.connections = groups = Communicators(
+            members,
+            peer_id=reads.engine_rank,
+            trainer_ranks=0,
+            backend=backend_of(reads.device),
+            device=reads.device,
+            timeout_s=reads.timeout_s,
         )
-        self.connections = groups
+        # Named by the update, so that all ranks use the same name and none that an aborted update left behind.
         store = session.store(self._side.engine, reads.timeout_s, meeting.scope)
-        groups.use_store(store, session.local_address)
+        groups.connect(dist.PrefixStore(f"broadcast/{meeting.update}", store), address=session.local_address)
+        byte = torch.zeros(1, dtype=torch.uint8, device=reads.device)
+        for own in members:
+            if reads.engine_rank in own:
+                groups.get(own).broadcast(byte, own[0]).wait()  # NCCL connects GPUs when they are first used
         self._broadcasts = Broadcasts(reads, self._plan, groups)
         self.nbytes = self._broadcasts.extra_bytes
 

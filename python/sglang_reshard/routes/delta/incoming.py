@@ -16,8 +16,8 @@ from sglang_reshard.routes.delta.offer import Sections
 from sglang_reshard.routes.nixl.agent import memory_kind
 from sglang_reshard.routes.nixl.reader import NixlReader
 from sglang_reshard.routes.nixl.streams import Stream, read_streams
-from sglang_reshard.routes.p2p.communicators import P2pCommunicators
 from sglang_reshard.routes.p2p.links import Round, build_rounds, engine_links
+from sglang_reshard.routes.wire.communicator import Communicators
 from sglang_reshard.routes.wire.rounds import Pending, run_rounds
 
 _POLL_S = 1e-4
@@ -60,7 +60,7 @@ class Incoming:
 class P2pReceives(Incoming):
     """Trainer ranks send them."""
 
-    def __init__(self, communicators: P2pCommunicators | None, reads: Reads, sizes: Mapping[int, int]) -> None:
+    def __init__(self, communicators: Communicators | None, reads: Reads, sizes: Mapping[int, int]) -> None:
         """`communicators`: None if all is read from mapped memory. `sizes`: bytes of a round, by trainer rank."""
         self._communicators, self._reads, self._sizes = communicators, reads, sizes
         self._whole: tuple[tuple[int, ...], list[Round]] = (), []

@@ -24,8 +24,8 @@ from sglang_reshard.routes.delta.messages import (
 )
 from sglang_reshard.routes.delta.offer import PART
 from sglang_reshard.routes.nixl.source import allocate_readable
-from sglang_reshard.routes.p2p.communicators import P2pCommunicators
 from sglang_reshard.routes.p2p.links import P2pLink, packed_bytes
+from sglang_reshard.routes.wire.communicator import Communicators
 from sglang_reshard.routes.wire.rounds import run_rounds
 
 _ALIGN_BYTES = 64
@@ -177,7 +177,7 @@ class DeltaSource:
         return [self.section[piece.offset : piece.offset + piece.nbytes] for piece in pieces]
 
 
-def send_sections(sources: Mapping[int, DeltaSource], communicators: P2pCommunicators) -> None:
+def send_sections(sources: Mapping[int, DeltaSource], communicators: Communicators) -> None:
     """Sends the sections that were encoded last, by peer id, in rounds. Raises as `PendingOps.wait` does.
 
     No value is sent before all indexes: engine ranks wait for each other when they have these.

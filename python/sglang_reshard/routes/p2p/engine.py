@@ -6,16 +6,18 @@ is unpacked. See `trainer` for why no order of messages can deadlock.
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.base import Ask, EngineEnd, EngineSide, Meeting, Reads
 from sglang_reshard.routes.ipc import DirectReads, mapped_reads, read_targets
 from sglang_reshard.routes.p2p.ask import Links, P2pAsk, put_send_requests
-from sglang_reshard.routes.p2p.communicators import P2pCommunicators, PendingRound, connect_links
 from sglang_reshard.routes.p2p.links import build_rounds, engine_links, targets_by_round
 from sglang_reshard.routes.strategy import Strategy
 from sglang_reshard.routes.wire.abortable_group import backend_of
+from sglang_reshard.routes.wire.communicator import Communicators, PendingRound
 from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
 
 
@@ -30,7 +32,7 @@ class P2pReceiver:
         self,
         reads: Reads,
         round_bytes: dict[int, int],
-        communicators: P2pCommunicators | None,
+        communicators: Communicators | None,
         *,
         as_kept: bool = False,
     ) -> None:
@@ -80,7 +82,7 @@ class P2pEngineEnd(EngineEnd):
         self._side, self._groups = side, strategy.groups
         self.links = Links.of(side.read_plans, strategy.round_bytes)
         self.round_bytes = self.links.of_engine_rank(side.engine_rank)
-        self.communicators: P2pCommunicators | None = None
+        self.communicators: Communicators | None = None
         self._receiver: P2pReceiver | None = None
         self._as_kept = self._can_apply = False
 
@@ -97,16 +99,17 @@ class P2pEngineEnd(EngineEnd):
     def connect(self, meeting: Meeting) -> None:
         side, reads = self._side, self._side.reads
         if self.round_bytes:
-            self.connections = self.communicators = P2pCommunicators(
+            self.connections = self.communicators = Communicators(
                 self._groups,
                 peer_id=side.trainer_ranks + side.engine_rank,
-                peers=list(self.round_bytes),
                 trainer_ranks=side.trainer_ranks,
                 backend=backend_of(reads.device),
                 device=reads.device,
                 timeout_s=reads.timeout_s,
             )
-            connect_links(self.communicators, meeting, side.engine, side.transfer, reads.timeout_s)
+            store = meeting.session.store(side.engine, reads.timeout_s, meeting.scope)
+            of_transfer, address = dist.PrefixStore(f"p2p/{side.transfer}", store), meeting.session.local_address
+            self.communicators.connect(of_transfer, list(self.round_bytes), address)
         self._receiver = P2pReceiver(reads, self.round_bytes, self.communicators, as_kept=self._as_kept)
         self.nbytes = self._receiver.extra_bytes
 
