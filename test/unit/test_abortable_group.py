@@ -130,15 +130,22 @@ def connect_and_stay(port, told):
     held.close()
 
 
-def test_a_broadcast_ends_at_its_deadline_and_names_the_others():
+@pytest.mark.parametrize(
+    ("start", "told"),
+    [
+        (lambda group, data: group.broadcast(data, 0), "could not finish a broadcast with engine rank 0 within"),
+        (lambda group, data: group.receive([(0, data)]), "could not receive a message from engine rank 0 within"),
+    ],
+)
+def test_a_broadcast_ends_at_its_deadline_and_names_the_others(start, told):
     store, (ours, theirs) = store_at(0, hosts=True), CONTEXT.Pipe()
     silent = CONTEXT.Process(target=connect_and_stay, args=(store.port, theirs), daemon=True)
     silent.start()
     group = connected(store, "r", peer_id=1, **ENGINES)
     group.timeout_s = 0.5
-    work = group.broadcast(torch.zeros(8, dtype=torch.uint8), 0)
+    work = start(group, torch.zeros(8, dtype=torch.uint8))
     begun = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="engine rank 1 could not finish a broadcast with engine rank 0 within"):
+    with pytest.raises(DeadlineExceeded, match=f"engine rank 1 {told}"):
         work.wait()
     assert time.monotonic() - begun < SOON_S
     ours.send("end")

@@ -21,8 +21,15 @@ from typing import BinaryIO, NamedTuple
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.extras.snapshots.delta_file import apply_delta
 from sglang_reshard.extras.snapshots.folders import Folder, LocalFolder, manifest
-from sglang_reshard.extras.snapshots.manifest import MANIFEST, Entry, Snapshot, encode, write_atomically
-from sglang_reshard.extras.snapshots.names import CACHE_MARK, DELTA
+from sglang_reshard.extras.snapshots.manifest import (
+    CACHE_MARK,
+    DELTA,
+    MANIFEST,
+    Entry,
+    Snapshot,
+    encode,
+    write_atomically,
+)
 from sglang_reshard.extras.snapshots.tensor_files import check_files, check_kinds, check_size
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.regular_files import is_folder, lock

@@ -14,15 +14,17 @@ from typing import Any, BinaryIO, Protocol
 
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.extras.snapshots.manifest import (
+    LIST,
     LIST_BYTES,
+    MANIFEST,
     MANIFEST_BYTES,
     Entry,
     Snapshot,
     SnapshotList,
+    check_snapshot_name,
     decode_list,
     decode_snapshot,
 )
-from sglang_reshard.extras.snapshots.names import LIST, MANIFEST, check_snapshot_name
 from sglang_reshard.nearest import nearest
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.regular_files import FOLDER_FLAGS, open_regular

@@ -14,8 +14,7 @@ from typing import Annotated, BinaryIO, NamedTuple
 import msgspec
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.extras.snapshots.manifest import Snapshot, SnapshotFile
-from sglang_reshard.extras.snapshots.names import MANIFEST
+from sglang_reshard.extras.snapshots.manifest import MANIFEST, Snapshot, SnapshotFile
 from sglang_reshard.layout.checkpoint_headers import DTYPES
 from sglang_reshard.layout.regions import TensorSpec
 

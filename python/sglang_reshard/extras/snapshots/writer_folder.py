@@ -24,15 +24,20 @@ from pathlib import Path
 from sglang_reshard.errors import DeadlineExceeded, Mismatch
 from sglang_reshard.extras.snapshots.folders import LocalFolder, entry_of, listed, listed_or_found, manifest
 from sglang_reshard.extras.snapshots.manifest import (
+    DELTA,
+    LATEST,
+    LIST,
+    MANIFEST,
     Entry,
     Snapshot,
     SnapshotFile,
     SnapshotList,
+    check_file_name,
+    check_snapshot_name,
     encode,
     sha256_of,
     write_atomically,
 )
-from sglang_reshard.extras.snapshots.names import DELTA, LATEST, LIST, MANIFEST, check_file_name, check_snapshot_name
 from sglang_reshard.extras.snapshots.tensor_files import INDEX, WEIGHTS
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.publication import MOST_PUBLICATION, next_publication

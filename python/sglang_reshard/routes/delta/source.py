@@ -9,6 +9,7 @@ import torch
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.landings.checked.coefficients import MODULUS
+from sglang_reshard.layout.packing import aligned
 from sglang_reshard.routes.delta.checks import is_sound, verdicts
 from sglang_reshard.routes.delta.encoding import Encoded, Kind, apply, encode
 from sglang_reshard.routes.delta.messages import (
@@ -55,7 +56,7 @@ class DeltaSource:
         self._round_bytes = round_bytes
         self._begin = [0]
         for nbytes in self._messages.nbytes:
-            self._begin.append(self._begin[-1] + -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES)
+            self._begin.append(self._begin[-1] + aligned(nbytes, _ALIGN_BYTES))
         self._table_bytes, self._values_begin = table_bytes(len(self._messages)), values_begin(self._messages)
         room = max(self._values_begin, self._table_bytes + self._begin[-1] // PART)
         self.section = (
@@ -188,4 +189,4 @@ def send_sections(sources: Mapping[int, DeltaSource], communicators: Communicato
     for of_peers in (indexes, values):
         count = max(map(len, of_peers.values()), default=0)
         rounds += [[(peer, own[n]) for peer, own in of_peers.items() if n < len(own)] for n in range(count)]
-    run_rounds(len(rounds), lambda number: communicators.send(rounds[number]))
+    run_rounds(len(rounds), lambda number: communicators.send(rounds[number]).wait)

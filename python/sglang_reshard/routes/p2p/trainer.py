@@ -25,8 +25,8 @@ from sglang_reshard.routes.base import Meeting, TrainerEnd, TrainerSide
 from sglang_reshard.routes.p2p.ask import P2pAsk, get_send_requests
 from sglang_reshard.routes.p2p.links import build_rounds, sent_link
 from sglang_reshard.routes.p2p.messages import SendRequest
-from sglang_reshard.routes.wire.communicator import Communicators, PendingRound
-from sglang_reshard.routes.wire.rounds import run_rounds
+from sglang_reshard.routes.wire.communicator import Communicators
+from sglang_reshard.routes.wire.rounds import Wait, run_rounds
 
 
 class P2pSender:
@@ -56,10 +56,10 @@ class P2pSender:
     def send(self, communicators: Communicators) -> None:
         """Sends all rounds. Returns when the last has been sent; raises as `PendingOps.wait` does."""
 
-        def start(number: int) -> PendingRound:
+        def start(number: int) -> Wait:
             buffers, copies = self._rounds[number]
             copies.run()
-            return communicators.send(buffers)
+            return communicators.send(buffers).wait
 
         run_rounds(len(self._rounds), start)
 
