@@ -30,7 +30,14 @@ from sglang_reshard.extras.snapshots.manifest import (
     encode,
     write_atomically,
 )
-from sglang_reshard.extras.snapshots.tensor_files import check_files, check_kinds, check_size
+from sglang_reshard.extras.snapshots.tensor_files import (
+    SAFETENSORS,
+    check_kinds,
+    check_size,
+    hash_of,
+    note_tensors,
+    read_table,
+)
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.regular_files import is_folder, lock
 
@@ -200,9 +207,19 @@ class Cache:
                 nbytes -= len(part)
 
     def _check(self, snapshot: Snapshot, folder: Folder, copy: Path) -> None:
-        """Raises Mismatch, naming a file of the snapshot, unless the copy is that snapshot."""
-        files = LocalFolder(copy)
-        check_files(lambda name: files.open("", name), snapshot, lambda name: folder.where(snapshot.name, name))
+        """Raises Mismatch, naming a file of the snapshot, unless the copy is that snapshot, and can be read."""
+        files, of_tensor = LocalFolder(copy), dict[str, str]()
+        for name, file in snapshot.files.items():
+            where = folder.where(snapshot.name, name)
+            with files.open("", name) as (opened, nbytes):
+                check_size(nbytes, file, where)
+                if name.endswith(SAFETENSORS):
+                    note_tensors(of_tensor, read_table(opened, nbytes, where), name, where)
+                    opened.seek(0)
+                if hash_of(opened, nbytes) != file.sha256:
+                    raise Mismatch(
+                        f"{where} does not have the SHA-256 that the manifest of snapshot {snapshot.name} lists"
+                    )
 
     def _is_whole(self, copy: _Copy) -> bool:
         """Returns whether a copy is undamaged."""

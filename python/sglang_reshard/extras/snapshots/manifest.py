@@ -187,15 +187,14 @@ def sha256_of(path: Path) -> str:
     return found.hexdigest()
 
 
+def is_snapshot_name(name: str) -> bool:
+    is_own = name.startswith(".") or name in (LATEST, LIST)
+    return _is_component(name, _NAME_BYTES - _ROOM) and not is_own and PATTERNS.isdisjoint(name)
+
+
 def check_snapshot_name(name: str, where: str = "") -> None:
     """Raises Mismatch unless this can be the name of a snapshot. where: the file that has it, if one does"""
-    bad = (
-        not _is_component(name, _NAME_BYTES - _ROOM)
-        or name.startswith(".")
-        or name in (LATEST, LIST)
-        or not PATTERNS.isdisjoint(name)
-    )
-    if bad:
+    if not is_snapshot_name(name):
         raise Mismatch(
             f"{where}{': ' if where else ''}{name[:_NAME_BYTES]!r} cannot be the name of a snapshot: pass a valid "
             f"folder name of at most {_NAME_BYTES - _ROOM} bytes, without a leading dot and without any of / \\ * ? [ ]"
