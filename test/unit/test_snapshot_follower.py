@@ -412,3 +412,13 @@ def test_a_delta_of_a_file_is_lossless(
     assert one.read_bytes() == new
     assert write_delta(one, other, delta, unit_bytes, 10) is None
     assert not delta.exists()
+
+
+def test_a_chunk_that_has_not_changed_is_left_alone(tmp_path: Path) -> None:
+    base, new, delta = (tmp_path / name for name in ("base", "new", "delta"))
+    base.write_bytes(b"a" * CHUNK_BYTES + b"b" * 80)
+    new.write_bytes(b"a" * CHUNK_BYTES + b"b" * 79 + b"x")
+    assert write_delta(base, new, delta, 1, 1000) is not None
+    with open(delta, "rb") as opened:
+        apply_delta(opened, base)
+    assert base.read_bytes() == new.read_bytes()
