@@ -23,7 +23,8 @@ def not_renewed(worker: Any, models: Iterable[torch.nn.Module], server_args: Any
             "does not gather it again; pass draft=False to accept worse drafts, or start without enable_dp_attention"
         )
     folder = getattr(server_args, "speculative_draft_model_path", None)
-    if hasattr(worker, "_maybe_merge_trained_mask_embedding") and folder and _has_mask(folder):
+    merges = hasattr(worker, "_maybe_merge_trained_mask_embedding")
+    if merges and folder and (Path(folder) / "mask_embedding.pt").exists():
         return (
             f"SGLang has written {folder}/mask_embedding.pt to a row of the target's embedding, and an update would "
             "overwrite the row; write it to the embedding that you send, and pass draft=False"
@@ -39,10 +40,6 @@ def not_renewed(worker: Any, models: Iterable[torch.nn.Module], server_args: Any
             "their addresses; pass draft=False to accept worse drafts, or start with disable_cuda_graph=True"
         )
     return ""
-
-
-def _has_mask(folder: str) -> bool:
-    return (Path(folder) / "mask_embedding.pt").exists()
 
 
 def forget_shared(target: torch.nn.Module, drafts: Iterable[torch.nn.Module]) -> None:

@@ -33,12 +33,9 @@ def missing_hooks() -> list[str]:
     return sorted(
         target
         for target, hooks in HookRegistry._hooks.items()
-        if target not in HookRegistry._patched and any(_is_ours(hook) for _, hook, *_ in hooks)
+        if target not in HookRegistry._patched
+        and any(hook.__module__.startswith(f"{__package__}.") for _, hook, *_ in hooks)
     )
-
-
-def _is_ours(hook: Any) -> bool:
-    return hook.__module__.startswith(f"{__package__}.")
 
 
 def installed_version() -> str:
@@ -57,8 +54,9 @@ def mismatch(states: list[dict[str, Any]]) -> str:
         **{f"scheduler {n}": state.get(VERSION_KEY) for n, state in enumerate(states)},
     }
     if wrong := {process: version for process, version in found.items() if version != __version__}:
+        names: dict[Any, str] = {None: "no sglang-reshard"}
         return (
-            "; ".join(f"{process} has {_describe(version)}" for process, version in wrong.items())
+            "; ".join(f"{process} has {names.get(v, f'sglang-reshard {v}')}" for process, v in wrong.items())
             + f", where {__version__} is needed: install the same version on every node of the engine, and search its "
             "log for 'Failed to load plugin' and 'Failed to apply hooks'"
         )
@@ -84,7 +82,3 @@ async def check(manager: TokenizerManager, timeout_s: float) -> None:
     if reason := mismatch(answer.result()):
         raise Unsupported(reason)
     checked.schedulers = True
-
-
-def _describe(version: str | None) -> str:
-    return "no sglang-reshard" if version is None else f"sglang-reshard {version}"

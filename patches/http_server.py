@@ -100,7 +100,8 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
 
     async def share_weights(request: Request) -> Response:
         message = await _message(request, ShareWeightsReq, check_share_request)
-        return response(await weights_sharing.share(manager, message, _interface(request)))
+        address, _port = request.scope.get("server") or (LOOPBACK, 0)  # at which the client has reached this host
+        return response(await weights_sharing.share(manager, message, str(address)))
 
     async def load_snapshot(request: Request) -> Response:
         message = await _message(request, LoadSnapshotReq, check_load_request)
@@ -190,7 +191,8 @@ class RefusalMiddleware:
             return
         request = request_gate.HttpRequest()
         request_gate.http_request.set(request)
-        if _path(scope) in _HEALTH and (refusal := request_gate.refusal(self._manager)) is not None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in _HEALTH and (refusal := request_gate.refusal(self._manager)) is not None:
             await _refuse(refusal, send)  # they ignore the outcome of the request they make
         else:
             await self._watch(request, scope, receive, send)
@@ -221,16 +223,6 @@ class RefusalMiddleware:
                 raise
             if not refused:
                 await _refuse(request.refusal, send)
-
-
-def _interface(request: Request) -> str:
-    """Returns the address of this host at which the client of an HTTP request has reached it."""
-    address, _port = request.scope.get("server") or (LOOPBACK, 0)
-    return str(address)
-
-
-def _path(scope: Scope) -> str:
-    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 async def _refuse(refusal: ReshardError, send: Send) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-_RECEIVERS = "_reshard_lora_receivers"  # on the model runner: adapter's name -> _AdapterReceiver
+_RECEIVERS = "_reshard_lora_receivers"  # on the model runner: adapter's name -> its tensors, and what receives them
 
 
 class _AdapterTensors(ReceivedAdapter):
@@ -55,26 +54,19 @@ class _AdapterTensors(ReceivedAdapter):
         _install(self._manager, self.adapter, tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class _AdapterReceiver:
-    tensors: _AdapterTensors
-    receiver: WeightReceiver
-
-
 def receiver(runner: ModelRunner, adapter: LoraAdapter, rank: int, size: int) -> WeightReceiver:
     """Returns what receives `adapter` on engine rank `rank` of `size`; the same as long as its configuration is."""
     manager = runner.lora_manager
-    receivers: dict[str, _AdapterReceiver] = getattr(runner, _RECEIVERS, {})
+    receivers: dict[str, tuple[_AdapterTensors, WeightReceiver]] = getattr(runner, _RECEIVERS, {})
     setattr(runner, _RECEIVERS, receivers)
-    for name in [n for n, known in receivers.items() if _is_over(known.tensors.adapter, adapter, manager)]:
-        receivers.pop(name).receiver.close()
-    known = receivers.get(adapter.name)
-    if known is None:
+    for name in [n for n, (tensors, _) in receivers.items() if _is_over(tensors.adapter, adapter, manager)]:
+        receivers.pop(name)[1].close()
+    if adapter.name not in receivers:
         tensors = _AdapterTensors(manager, adapter)
-        known = _AdapterReceiver(tensors, WeightReceiver(tensors, rank, size, manager.device))
-        receivers[adapter.name] = known
-    known.tensors.adapter = adapter
-    return known.receiver
+        receivers[adapter.name] = tensors, WeightReceiver(tensors, rank, size, manager.device)
+    tensors, found = receivers[adapter.name]
+    tensors.adapter = adapter
+    return found
 
 
 def _is_over(adapter: LoraAdapter, current: LoraAdapter, manager: LoRAManager) -> bool:

@@ -37,14 +37,8 @@ def between_servers(scheduler: Scheduler) -> int:
     if mode == "prefill":
         return len(scheduler.disagg_prefill_bootstrap_queue.queue) + len(scheduler.disagg_prefill_inflight_queue)
     if mode == "decode":
-        return len(scheduler.disagg_decode_transfer_queue.queue) + sum(map(len, _waiting_for_room(scheduler)))
+        # Retracted requests have cache of the old weights in host memory. SGLang 0.5.12 counts a scheduler with such as
+        # idle, and flushes its cache without theirs.
+        waiting = scheduler.disagg_decode_prealloc_queue
+        return len(scheduler.disagg_decode_transfer_queue.queue) + len(waiting.queue) + len(waiting.retracted_queue)
     return 0
-
-
-def _waiting_for_room(scheduler: Scheduler) -> tuple[list[object], list[object]]:
-    """Returns the requests that wait for cache. The retracted ones have cache of the old weights in host memory.
-
-    SGLang 0.5.12 counts a scheduler with retracted requests as idle, and flushes its cache without theirs.
-    """
-    queue = scheduler.disagg_decode_prealloc_queue
-    return queue.queue, queue.retracted_queue

@@ -20,7 +20,8 @@ def remember(model: torch.nn.Module, *_: Any, **__: Any) -> None:
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         # Scales of the KV cache are taken over by themselves, see `trace.kv_scales`.
-        if callable(getattr(method, "process_weights_after_loading", None)) and not _is_of_kv_cache(method):
+        of_kv_cache = any(base.__name__ == "BaseKVCacheMethod" for base in type(method).__mro__)
+        if callable(getattr(method, "process_weights_after_loading", None)) and not of_kv_cache:
             remember_module(module, _process, _reorders)
 
 
@@ -89,7 +90,3 @@ def _keeps_layout(method: object) -> bool:
     config = getattr(method, "quant_config", None)
     blocks = bool(getattr(config, "weight_block_size", None)) and not getattr(config, "use_mxfp8", False)
     return blocks and type(method).__name__ in ("Fp8LinearMethod", "Fp8MoEMethod")
-
-
-def _is_of_kv_cache(method: object) -> bool:
-    return any(base.__name__ == "BaseKVCacheMethod" for base in type(method).__mro__)

@@ -3,18 +3,17 @@
     await snapshot_loads.load(manager, request)    # POST /load_snapshot
 
 The engine's tokenizer manager takes a trainer's place: it describes the files, and engine ranks read them
-(`extras.snapshots.loading`).
+(`extras.snapshots.source`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sglang_reshard import tasks
 from sglang_reshard.errors import EngineRefused, ReshardError, TornWeights
 from sglang_reshard.landings.shadow import NO_ROOM
 from sglang_reshard.patches import weights_info
@@ -22,7 +21,6 @@ from sglang_reshard.patches.tokenizer_manager import failed, until_written, upda
 from sglang_reshard.patches.weights_sharing import engine_interface
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
-    DistributedUpdateWeightsReq,
     LoadSnapshotOutput,
     LoadSnapshotReq,
 )
@@ -68,33 +66,14 @@ async def _load(manager: TokenizerManager, asked: LoadSnapshotReq) -> LoadSnapsh
 async def _update(
     manager: TokenizerManager, asked: LoadSnapshotReq, source: SnapshotSource, *, staged: bool
 ) -> DistributedUpdateWeightsOutput:
-    async with _served(source, asked, staged, engine_interface(manager, LOOPBACK)) as request:
+    from sglang_reshard.extras.snapshots.source import served
+
+    serving = functools.partial(served, source, asked, staged=staged, interface=engine_interface(manager, LOOPBACK))
+    async with tasks.entered(serving) as request:
         try:
             return await update_by_server(manager, request)
         except ReshardError as error:
             return failed(manager, error)
-
-
-@contextlib.asynccontextmanager
-async def _served(
-    source: SnapshotSource, asked: LoadSnapshotReq, staged: bool, interface: str
-) -> AsyncIterator[DistributedUpdateWeightsReq]:
-    """As `loading.served`, whose ends take part in other threads."""
-    from sglang_reshard.extras.snapshots.loading import served
-
-    serving = served(source, asked, staged=staged, interface=interface)
-    entering = asyncio.ensure_future(asyncio.to_thread(serving.__enter__))
-    end = functools.partial(serving.__exit__, None, None, None)
-    try:
-        request = await asyncio.shield(entering)
-    except asyncio.CancelledError:
-        await entering
-        await asyncio.to_thread(end)
-        raise
-    try:
-        yield request
-    finally:
-        await asyncio.shield(asyncio.to_thread(end))
 
 
 def _held(manager: TokenizerManager, asked: LoadSnapshotReq) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from sglang_reshard.engine.trainer_presence import TrainerPresence
-from sglang_reshard.errors import DeadlineExceeded, Mismatch, ReshardError, Unsupported
+from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import (
     hook_check,
@@ -154,11 +154,7 @@ def _tell(outcome: _Outcome, update: asyncio.Future[DistributedUpdateWeightsOutp
 async def _run(
     self: TokenizerManager, request: DistributedUpdateWeightsReq, caller: _Caller
 ) -> DistributedUpdateWeightsOutput:
-    if (
-        refusal := _refusal(self, request)
-        or await _missing_patches(self, request.timeout_s)
-        or await _missing_trainer(self, request)
-    ):
+    if refusal := _refusal(self, request) or await _missing(self, request):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
     await weights_info.unshared(self)
     request = stock_weights.told(self, request)
@@ -201,7 +197,8 @@ async def _write(
 
     Reports a missing answer to the caller at the deadline.
     """
-    with weights_info.unanswered(self, f"the engine's schedulers have not answered {request.name()} yet"):
+    unanswered = f"the engine's schedulers have not answered {request.name()} yet"
+    with weights_info.running(self, unanswered, "unanswered"):
         answer = asked(self, request, step)
         if not await is_answered(answer, request):
             message = f"{silence(request)}. Requests wait until they do"
@@ -228,31 +225,20 @@ async def _write(
             else:
                 await lora_names.updated(self, request.lora)
             self._update_weight_version_if_provided(request.weight_version)
+        elif output.torn and request.lora is not None:
+            lora_names.unload(self, request.lora, output.message)
         elif output.torn:
-            _torn(self, request, output.message)
+            torn_weights.mark(self, output.message)
+            weights_info.clear(self, "an update that failed")  # its engine ranks may all have written
     return output
 
 
-def _torn(self: TokenizerManager, request: DistributedUpdateWeightsReq, reason: str) -> None:
-    if request.lora is None:
-        torn_weights.mark(self, reason)
-        weights_info.clear(self, "an update that failed")  # its engine ranks may all have written
-    else:
-        lora_names.unload(self, request.lora, reason)
-
-
-async def _missing_patches(self: TokenizerManager, timeout_s: float) -> str:
-    """Returns which of the engine's processes lack these patches; empty if none does."""
+async def _missing(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> str:
+    """Returns which of the engine's processes lack these patches, or why an update would wait for its trainer; empty if
+    nothing is missing. Locks nothing.
+    """
     try:
-        await hook_check.check(self, timeout_s)
-    except (DeadlineExceeded, Unsupported) as error:
-        return str(error)
-    return ""
-
-
-async def _missing_trainer(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> str:
-    """Returns why an update would wait for its trainer; empty if it would not. Locks nothing."""
-    try:
+        await hook_check.check(manager, request.timeout_s)
         await asyncio.to_thread(attached(manager, TrainerPresence).find, request)
     except ReshardError as error:
         return str(error)

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -71,7 +71,8 @@ def record(
     """
     live = of(manager)
     now = live.others or str(sglang_versions.weight_version(manager) or "")
-    left = [*output.kept, *([] if request.draft or not _has_drafts(manager) else [_DRAFTS])]
+    has_drafts = bool(getattr(manager.server_args, "speculative_algorithm", None))
+    left = [*output.kept, *([_DRAFTS] if has_drafts and not request.draft else [])]
     versions = kept_versions(left, live.versions, now)
     by_version = {v: tuple(n for n in versions if versions[n] == v) for v in dict.fromkeys(versions.values())}
     digest = with_versions(output.digest, versions)
@@ -83,32 +84,17 @@ def record(
     return output
 
 
-def _has_drafts(manager: TokenizerManager) -> bool:
-    return bool(getattr(manager.server_args, "speculative_algorithm", None))
-
-
 @contextmanager
-def running(manager: TokenizerManager, description: str) -> Iterator[None]:
-    """Around an update: others are refused with the description, and weights are not shared."""
-    live = of(manager)
-    live.running = description
-    try:
-        yield
-    finally:
-        live.running = ""
+def running(manager: TokenizerManager, description: str, state: str = "running") -> Iterator[None]:
+    """Around an update: others are refused with the description, and weights are not shared.
 
-
-@contextmanager
-def unanswered(manager: TokenizerManager, description: str) -> Iterator[None]:
-    """Around the wait for the schedulers that write: as `running`, and the client that requested the update may be
-    gone.
+    state  "unanswered" around the wait for the schedulers that write: the client that has asked for it may be gone
     """
-    live = of(manager)
-    live.unanswered = description
+    setattr(of(manager), state, description)
     try:
         yield
     finally:
-        live.unanswered = ""
+        setattr(of(manager), state, "")
 
 
 def under_way(manager: TokenizerManager) -> str:
@@ -117,14 +103,15 @@ def under_way(manager: TokenizerManager) -> str:
     return live.running or live.unanswered
 
 
-class Share(Protocol):
-    """Another engine that has been offered the live weights."""
+class Share(NamedTuple):
+    """Another engine that has been offered the live weights.
 
-    def has_begun(self) -> bool:
-        """Returns whether one of its engine ranks takes part."""
+    has_begun  returns whether one of its engine ranks takes part
+    end        ends it for all its ranks: none of them counts what it has read as weights
+    """
 
-    async def end(self) -> None:
-        """Ends it for all its ranks: none of them counts what it has read as weights."""
+    has_begun: Callable[[], bool]
+    end: Callable[[], Awaitable[None]]
 
 
 def add_share(manager: TokenizerManager, task: asyncio.Task[None], share: Share) -> None:

@@ -9,8 +9,8 @@ While weights are shared, requests are served; what writes or releases weights w
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -66,7 +66,10 @@ async def share(manager: TokenizerManager, request: ShareWeightsReq, interface: 
     begun: asyncio.Future[DistributedUpdateWeightsOutput] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(_share(manager, request, live.engine_ranks, server, begun))
     try:
-        weights_info.add_share(manager, task, _Share(server, live.engine_ranks))
+        # No update commits without the control server on which its ranks vote.
+        end = functools.partial(asyncio.to_thread, server.close)
+        begins = functools.partial(has_begun, server, live.engine_ranks)
+        weights_info.add_share(manager, task, weights_info.Share(begins, end))
     except EngineRefused:
         task.cancel()
         await asyncio.to_thread(server.close)
@@ -75,21 +78,6 @@ async def share(manager: TokenizerManager, request: ShareWeightsReq, interface: 
     if not output.success:
         raise EngineRefused(output.message)
     return SharedWeights(server.address, live.version, live.digest, _dtype(manager), live.publication)
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """The other engine of a share, which meets the `engine_ranks` of this one on `server`."""
-
-    server: ControlServer
-    engine_ranks: int
-
-    def has_begun(self) -> bool:
-        return has_begun(self.server, self.engine_ranks)
-
-    async def end(self) -> None:
-        """No update commits without the control server on which its ranks vote."""
-        await asyncio.to_thread(self.server.close)
 
 
 async def _share(

@@ -81,7 +81,7 @@ def _conversions(engine: Any) -> Iterator[Conversion]:
     stacked, finish = stacked_experts(engine.bridge, shapes, own), finish_of(engine.bridge, shapes)
     for task in tasks:
         if task is None or task.param_weight is None:  # not in the checkpoint, or of another pipeline stage
-            yield Conversion("", None, _nothing)
+            yield Conversion("", None, lambda _: {})
         elif stack := stacked.get(id(task)):
             yield Conversion(task.global_param_name, task.param_weight, stack.converter(task), part=True)
         else:
@@ -90,10 +90,6 @@ def _conversions(engine: Any) -> Iterator[Conversion]:
             whole = not getattr(task.param_weight, "tensor_model_parallel", False)
             convert = _converter(task, finish, vocabulary)
             yield Conversion(task.global_param_name, task.param_weight, convert, tied, whole=whole)
-
-
-def _nothing(shard: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    return {}
 
 
 def _converter(task: Any, finish: Finish, vocabulary: int) -> Callable[[torch.Tensor], Mapping[str, torch.Tensor]]:

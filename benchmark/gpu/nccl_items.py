@@ -17,7 +17,7 @@ from benchmark.gpu.place import DEVICE, GIB, MIB, free_bytes, pattern, same_byte
 from sglang_reshard.control import Address
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.protocol.session import LOOPBACK, Session
-from sglang_reshard.routes.p2p.communicators import P2pCommunicator
+from sglang_reshard.routes.wire.communicator import Communicator
 from sglang_reshard.routes.wire.nccl import NcclGroup
 
 _TIMEOUT_S = 6.0
@@ -135,8 +135,8 @@ def join(here: Here, address: Address, name: str, peer_id: int, timeout_s: float
     try:
         session = here.kept["session"] = Session.join(address, 20.0)
         with session.trainer_channel(1, f"rank {peer_id}") as channel:
-            communicator = here.kept["communicator"] = P2pCommunicator(
-                peer_id=peer_id, members=(0, 1), trainer_ranks=1, backend="nccl", device=DEVICE, timeout_s=timeout_s
+            communicator = here.kept["communicator"] = Communicator(
+                (0, 1), peer_id=peer_id, trainer_ranks=1, backend="nccl", device=DEVICE, timeout_s=timeout_s
             )
             communicator.connect(torch.distributed.PrefixStore(name, session.store(0, timeout_s, channel.scope)))
     except ReshardError as error:

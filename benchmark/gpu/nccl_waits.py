@@ -59,9 +59,8 @@ def communicator(
 
 
 def _communicator(rank: int, size: int, timeout_s: float) -> Communicator:
-    names = [f"engine rank {member}" for member in range(size)]
     options: dict[str, Any] = {"backend": "nccl", "device": DEVICE, "timeout_s": timeout_s, "at_once": 2}
-    return Communicator(range(size), names, rank, **options)
+    return Communicator(range(size), peer_id=rank, trainer_ranks=0, **options)
 
 
 def outcome(call: Callable[[], object]) -> tuple[str, float]:

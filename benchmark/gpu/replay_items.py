@@ -31,7 +31,7 @@ from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.memory.peer_memory import PeerMemory, ShardRead
 from sglang_reshard.plan import ReadPlan, TensorIndex
 from sglang_reshard.routes.base import Reads
-from sglang_reshard.routes.p2p.engine import P2pReceiver
+from sglang_reshard.routes.ipc import DirectReads, mapped_reads, read_targets
 from sglang_reshard.routes.strategy import shard_reads
 from sglang_reshard.trace.program import Copy, Program
 
@@ -178,18 +178,25 @@ def _mapped(
 
 def _move(bench: Bench, found: Recording, reads: Reads, program: Program) -> None:
     connecting = time.perf_counter()
-    transport = P2pReceiver(reads, {}, None)  # which reads all from mapped memory
+    numbers = mapped_reads(reads)
+    reads.landing.place([], read_targets(reads.read_plan, numbers))
+    copies = DirectReads(reads, numbers)
+
+    def move() -> None:
+        copies.run()
+        copies.finish_from(0)
+
     torch.cuda.synchronize(DEVICE)
     connected = time.perf_counter()
-    seconds = seconds_of(transport.move, rounds=7)
-    nbytes = transport.traffic.received_bytes
+    seconds = seconds_of(move, rounds=7)
+    nbytes = sum(copies.read_bytes.values())
     bench.saw(
         bytes=nbytes,
         reads=len(reads.read_plan.copy_ids),
         connect_seconds=connected - connecting,
         seconds=seconds,
         tb_per_s_both_ways=2 * nbytes / seconds / 1e12,
-        launches=launches(bench.place, transport.move),
+        launches=launches(bench.place, move),
     )
     compared = bench.fitted("one_copy_bytes", nbytes, room() // 2)
     plain = torch.empty((2, max(1, compared)), dtype=torch.uint8, device=DEVICE)

@@ -10,7 +10,7 @@ ROUTES = {
     "broadcast": "sglang_reshard.routes.broadcast.route",
     "nixl": "sglang_reshard.routes.nixl.route",
 }
-# Of requests that no sender makes: a server that loads a snapshot, see `extras.snapshots.loading`.
+# Of requests that no sender makes: a server that loads a snapshot, see `extras.snapshots.source`.
 FROM_FILES = {"disk": "sglang_reshard.routes.disk.route"}
 # Around one of these, from the innermost, by the name of what a request asks of it.
 AROUND = {

@@ -6,11 +6,12 @@ begins at the same time.
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +46,27 @@ def start(name: str, call: Callable[[], T], *, daemon: bool = True) -> Future[T]
     run, arguments = contextvars.copy_context().run, (_run, found, gpu, call)
     threading.Thread(target=run, args=arguments, name=f"{PREFIX} {name}", daemon=daemon).start()
     return found
+
+
+@asynccontextmanager
+async def entered(make: Callable[[], AbstractContextManager[T]]) -> AsyncIterator[T]:
+    """Runs both ends of a context manager in other threads, its end also if this is cancelled while it begins."""
+    loop, stack = asyncio.get_running_loop(), ExitStack()
+    entering = asyncio.ensure_future(asyncio.to_thread(lambda: stack.enter_context(make())))
+
+    def leave(begun: asyncio.Future[T]) -> None:
+        if not begun.cancelled() and begun.exception() is None:
+            loop.run_in_executor(None, stack.close)
+
+    try:
+        found = await asyncio.shield(entering)
+    except asyncio.CancelledError:
+        entering.add_done_callback(leave)
+        raise
+    try:
+        yield found
+    finally:
+        await asyncio.shield(asyncio.to_thread(stack.close))
 
 
 def _run(found: Future[T], gpu: torch.device | None, call: Callable[[], T]) -> None:

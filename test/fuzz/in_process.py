@@ -86,7 +86,7 @@ class Rooms:
 
 
 class RoomGroups:
-    """Stands in for one engine rank's `BroadcastCommunicators`; the ranks run in threads."""
+    """Stands in for one engine rank's `Communicators`; the ranks run in threads."""
 
     def __init__(self, rooms: Rooms, rank: int) -> None:
         self._rooms, self._rank = rooms, rank

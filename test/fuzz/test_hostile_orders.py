@@ -11,9 +11,8 @@ from fuzz.states import copies_of, layout_of, shards_of, whole_of
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
-from sglang_reshard.routes.p2p.ask import Links, P2pAsk
+from sglang_reshard.routes.p2p.ask import Links, P2pAsk, check_send_request
 from sglang_reshard.routes.p2p.messages import SendRequest, send_request
-from sglang_reshard.routes.p2p.send_requests import check_send_request
 from sglang_reshard.routes.p2p.trainer import P2pSender
 
 CPU = torch.device("cpu")

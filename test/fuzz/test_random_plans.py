@@ -2,6 +2,8 @@
 
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 
@@ -17,15 +19,15 @@ from sglang_reshard.memory.peer_memory import PeerMemory
 from sglang_reshard.plan import ClusterTopology, RankLocation, TensorIndex, plan_reads, rank_demand
 from sglang_reshard.protocol.validation import check_handles, check_layout
 from sglang_reshard.routes.base import Reads
-from sglang_reshard.routes.broadcast.engine import Broadcasts
+from sglang_reshard.routes.broadcast.engine import BroadcastEngineEnd
 from sglang_reshard.routes.broadcast.plan import BroadcastStrategy
 from sglang_reshard.routes.choice import choose_strategy
-from sglang_reshard.routes.p2p.engine import P2pReceiver
+from sglang_reshard.routes.p2p.ask import check_send_request
 from sglang_reshard.routes.p2p.messages import SendRequest, send_request
-from sglang_reshard.routes.p2p.send_requests import check_send_request
 from sglang_reshard.routes.p2p.trainer import P2pSender
 from sglang_reshard.sources import SourceLayout
 from sglang_reshard.trace.program import Program
+from support.sent import receiving
 
 CPU = torch.device("cpu")
 LIVE = (torch.float32, torch.bfloat16, torch.int64)
@@ -43,7 +45,7 @@ def expected_of(copies, dtypes, whole):
     return found
 
 
-def send_orders(strategy, layout, shards, plans, boxes):
+def send_orders(strategy, layout, shards, plans, boxes, room):
     for trainer_rank, own in shards.items():
         receivers = {e: int(share) for e, share in enumerate(strategy.round_bytes[trainer_rank]) if share}
         orders = {}
@@ -51,13 +53,10 @@ def send_orders(strategy, layout, shards, plans, boxes):
             orders[e] = sent(send_request(plans[e], trainer_rank), SendRequest)
             check_send_request(orders[e], layout, trainer_rank, e)
         peers = {e: layout.trainer_ranks + e for e in receivers}
-        P2pSender(
-            layout,
-            own,
-            {peers[e]: orders[e] for e in orders},
-            {peers[e]: share for e, share in receivers.items()},
-            CPU,
-        ).send(Mail(trainer_rank, boxes))
+        shares = {peers[e]: share for e, share in receivers.items()}
+        sender = P2pSender(layout, own, {peers[e]: orders[e] for e in orders}, shares, CPU)
+        assert sender.extra_bytes <= room
+        sender.send(Mail(trainer_rank, boxes))
 
 
 @fuzzed
@@ -87,7 +86,11 @@ def test_every_element_lands_and_nothing_else_is_written(random):
         exported[trainer_rank] = sent(MemoryExporter(trainer_rank).export(own), Handles)
         check_handles(exported[trainer_rank], layout, trainer_rank)
     boxes: dict[tuple[int, int], deque[torch.Tensor]] = {}
-    send_orders(strategy, layout, shards, plans, boxes)
+    in_place_bytes = random.choice((1, 64, 1 << 20))
+    peers = max((strategy.round_bytes > 0).sum(axis=0).max(), (strategy.round_bytes > 0).sum(axis=1).max())
+    room = 2 * max(bucket, 16 * peers)
+    with patch("sglang_reshard.routes.p2p.links.IN_PLACE_BYTES", in_place_bytes):
+        send_orders(strategy, layout, shards, plans, boxes, room)
 
     rooms, live, transports = Rooms(), [], []
     dtypes = [{name: random.choice(LIVE) for name in ("a", "b")} for _ in range(engines)]
@@ -98,20 +101,26 @@ def test_every_element_lands_and_nothing_else_is_written(random):
         memory = {t: PeerMemory(t, exported[t], CPU, of_rank) for t, of_rank in mapped.items()}
         reads = Reads(e, CPU, index, plans[e], converting(Landing(program), CPU, bucket), memory)
         if isinstance(strategy, BroadcastStrategy):
-            transports.append(Broadcasts(reads, strategy.broadcasts, RoomGroups(rooms, e)))
+            end = BroadcastEngineEnd(SimpleNamespace(reads=reads), strategy)
+            end.prepare(RoomGroups(rooms, e))
+            transports.append(end)
         else:
-            transports.append(P2pReceiver(reads, strategy.senders(e), Mail(layout.trainer_ranks + e, boxes)))
+            end = receiving(reads, strategy, Mail(layout.trainer_ranks + e, boxes), in_place_bytes)
+            assert end.nbytes <= room + end._direct.extra_bytes
+            transports.append(end)
     if isinstance(strategy, BroadcastStrategy) and strategy.broadcasts.groups:
         with ThreadPoolExecutor(engines) as threads:
-            list(threads.map(lambda transport: transport.move(), transports))
+            list(threads.map(lambda transport: transport.move(None, False), transports))
     else:
         for transport in transports:
-            transport.move()
+            transport.move(None, False)
 
     for e, own in enumerate(copies):
         assert live[e] == expected_of(own, dtypes[e], whole), f"engine rank {e} by {strategy.name}"
         if not isinstance(strategy, BroadcastStrategy):
-            assert transports[e].traffic.received_bytes >= plans[e].least_bytes()
+            traffic = transports[e].traffic
+            assert traffic.received_bytes == sum(traffic.read_bytes.values()) >= plans[e].least_bytes()
+            assert strategy.name != "p2p" or traffic.received_bytes == plans[e].least_bytes()
     assert not any(boxes.values()), "something was sent that nobody received"
     for trainer_rank, own in shards.items():
         for shard, kept in zip(own, before[trainer_rank], strict=True):

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from sglang_reshard.errors import DeadlineExceeded, PeerDisconnected, ReshardError
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.routes.broadcast.communicators import BroadcastCommunicators
-from sglang_reshard.routes.p2p.communicators import P2pCommunicator
+from sglang_reshard.routes.wire.communicator import Communicator
 from sglang_reshard.routes.wire.ctas import MOST
 from support.gpu_jobs import Job, serve, train
 from support.threads import Ticks
@@ -44,8 +43,8 @@ def _call(trainer, process, task, *arguments):
 
 
 def communicator(rank, process, timeout_s=TIMEOUT_S):
-    return P2pCommunicator(
-        peer_id=rank, members=(0, 1), trainer_ranks=2, backend="nccl", device=process.device, timeout_s=timeout_s
+    return Communicator(
+        (0, 1), peer_id=rank, trainer_ranks=2, backend="nccl", device=process.device, timeout_s=timeout_s
     )
 
 
@@ -107,17 +106,17 @@ def test_a_wait_that_is_aborted_beside_a_stopped_peer_stops_no_other_thread(abor
 
 
 def broadcast_with_who_is_stopped(rank, process, store):
-    groups = BroadcastCommunicators(rank, process.device, 60.0, epoch=1)
-    groups.use_store(store)
-    group = groups.get((0, 1))
+    group = Communicator((0, 1), peer_id=rank, trainer_ranks=0, backend="nccl", device=process.device, timeout_s=60.0)
+    group.connect(store)
+    group.broadcast(torch.zeros(1, dtype=torch.uint8, device=process.device), 0).wait()
     if rank:
         stop_until_told(store)
-        groups.close()
+        group.close()
         return None
     work = group.broadcast(torch.zeros(8, dtype=torch.uint8, device=process.device), 1)
     pid = stop_the_other(store)
     with Ticks() as ticks:
-        threading.Timer(0.3, groups.abort).start()
+        threading.Timer(0.3, group.abort).start()
         error, seconds = outcome(work.wait)
         time.sleep(0.5)
     os.kill(pid, signal.SIGCONT)

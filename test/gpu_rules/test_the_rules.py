@@ -63,7 +63,7 @@ RULES = {
         (
             ONE_FAILS,
             f"{WAITS}::test_a_broadcast_that_is_aborted_beside_a_stopped_peer_stops_no_other_thread",
-            "unit/test_nccl.py::test_a_broadcast_group_is_connected_before_it_is_used_and_its_waits_are_bounded",
+            "unit/test_nccl.py::test_the_waits_of_a_broadcast_are_bounded",
             "unit/test_abortable_group.py::test_a_broadcast_ends_at_its_deadline_and_names_the_others",
         ),
     ),

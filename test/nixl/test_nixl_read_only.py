@@ -12,7 +12,8 @@ import torch
 
 from sglang_reshard.memory.mapping import MemoryExporter
 from sglang_reshard.memory.peer_memory import PeerMemory
-from sglang_reshard.routes.nixl.agent import NixlAgent
+from sglang_reshard.routes.nixl.reader import NixlReader
+from sglang_reshard.routes.nixl.remote_shards import RemoteShards
 from sglang_reshard.routes.nixl.source import NixlSource, allocate_readable
 from sglang_reshard.routes.relay.progress import Progress
 from support.nixl_env import needs_nixl, use_nixl
@@ -43,10 +44,11 @@ def be_trainer(orders: Any, said: Any, ways: str) -> None:
 def be_peer(said: Any, metadata: bytes, address: int, nbytes: int, verb: str, ways: str) -> None:
     """Starts a transfer of its own memory with that of the trainer, and tells how it has ended."""
     use_nixl(ways)
-    agent = NixlAgent("peer")
+    agent = NixlReader(0)
     own = torch.full((nbytes // 4,), OTHER)
-    agent.register([("DRAM", own.data_ptr(), nbytes, 0)])
-    peer, api = agent.add_peer(metadata, "trainer rank 0"), agent._agent
+    agent.register_ranges([("DRAM", own.data_ptr(), nbytes, 0)])
+    agent.connect({"trainer rank 0": RemoteShards(metadata, ())})
+    peer, api = agent._peers["trainer rank 0"], agent._agent
     rows = (np.array([[where, nbytes, 0]], np.uint64) for where in (own.data_ptr(), address))
     local, remote = (api.get_xfer_descs(row, "DRAM") for row in rows)
     state = "PROC"

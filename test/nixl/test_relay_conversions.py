@@ -13,8 +13,8 @@ import torch
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.routes.nixl.streams import Stream
+from sglang_reshard.routes.relay.engine import RelayedStream
 from sglang_reshard.routes.relay.progress import RelayLost
-from sglang_reshard.routes.relay.streams import RelayedStream
 from support.nixl_env import needs_nixl, use_nixl
 from support.several_engines import relaying_sender, sends_of
 from support.sweep import sweep

@@ -36,16 +36,17 @@ class StoreEngineEnd(EngineEnd):
 
     def __init__(self, side, strategy):
         self._side, self._links = side, Links.of(side.read_plans, strategy.round_bytes)
+        self._sizes = strategy.senders(side.engine_rank)
         self._received = 0
 
     def ask(self, session):
-        put_send_requests(session, self._side, self._links.of_engine_rank(self._side.engine_rank), False, False)
+        put_send_requests(session, self._side, self._sizes, False, False)
         return Ask("store", self._links)
 
     def connect(self, meeting):
         reads, self._session = self._side.reads, meeting.session
-        sizes = self._links.of_engine_rank(self._side.engine_rank)
-        layout, plan, self._landing = reads.tensor_index.layout, reads.read_plan, reads.landing
+        layout, plan, sizes = reads.tensor_index.layout, reads.read_plan, self._sizes
+        self._landing = reads.landing
         if reads.program.arrivals:  # what is converted needs memory, and views of it
             self._landing.place(targets_by_round(engine_links(layout, plan, reads.program, sizes), plan), ())
         self._rounds, self.nbytes = build_rounds(engine_links(layout, plan, reads.program, sizes), CPU, pack=False)

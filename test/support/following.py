@@ -10,9 +10,8 @@ import torch
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import ReceivedAdapter
 from sglang_reshard.errors import EngineRefused, Mismatch
-from sglang_reshard.extras.snapshots.loading import served
 from sglang_reshard.extras.snapshots.manifest import Entry
-from sglang_reshard.extras.snapshots.source import open_snapshot
+from sglang_reshard.extras.snapshots.source import open_snapshot, served
 from sglang_reshard.protocol.messages import LoadSnapshotOutput, LoadSnapshotReq
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,10 @@ import torch.distributed as dist
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
 from sglang_reshard.routes.base import Reads
-from sglang_reshard.routes.p2p.communicators import P2pCommunicator
+from sglang_reshard.routes.p2p.engine import P2pEngineEnd
+from sglang_reshard.routes.p2p.links import IN_PLACE_BYTES
+from sglang_reshard.routes.strategy import Strategy
+from sglang_reshard.routes.wire.communicator import Communicator
 from sglang_reshard.trace.program import Program
 
 CPU = torch.device("cpu")
@@ -22,8 +27,20 @@ def reads_of(rank: int, index: Any, plan: Any, targets: Any) -> Reads:
     return Reads(rank, CPU, index, plan, landing, {})
 
 
-def connected(store: dist.Store, name: str, **options: Any) -> P2pCommunicator:
-    communicator = P2pCommunicator(**options)
+def receiving(
+    reads: Reads, strategy: Strategy, communicators: Any, in_place_bytes: int = IN_PLACE_BYTES
+) -> P2pEngineEnd:
+    """An engine rank's end of p2p, which these communicators bring messages to."""
+    side: Any = SimpleNamespace(reads=reads, read_plans=[], engine_rank=reads.engine_rank)
+    end = P2pEngineEnd(side, strategy)
+    end.communicators = communicators
+    with patch("sglang_reshard.routes.p2p.links.IN_PLACE_BYTES", in_place_bytes):
+        end.prepare()
+    return end
+
+
+def connected(store: dist.Store, name: str, **options: Any) -> Communicator:
+    communicator = Communicator(**options)
     communicator.connect(dist.PrefixStore(name, store))
     return communicator
 

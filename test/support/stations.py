@@ -26,8 +26,8 @@ from sglang_reshard.routes.delta import target as delta_target
 from sglang_reshard.routes.delta import trainer as delta_trainer
 from sglang_reshard.routes.delta.source import DeltaSource
 from sglang_reshard.routes.nixl.reader import NixlReader
-from sglang_reshard.routes.p2p.communicators import P2pCommunicators
 from sglang_reshard.routes.p2p.trainer import P2pSender
+from sglang_reshard.routes.wire.communicator import Communicators
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trainer.engine_transfers import EngineTransfers
 from sglang_reshard.trainer.publisher import ShardPublisher
@@ -85,7 +85,7 @@ class Stations:
             self._before(ShardPublisher, "publish", "publish")
             self._before(TrainerChannel, "publish_status", "announce")
             self._before(EngineTransfers, "_prepare", "plan")
-            self._before(P2pCommunicators, "connect", "connect")
+            self._before(Communicators, "connect", "connect")
             self._before(P2pSender, "send", "send")
             self._before(DeltaSource, "encode", "encode")
             self._before(delta_trainer, "send_sections", "send deltas")

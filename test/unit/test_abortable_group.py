@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
-from sglang_reshard.routes.broadcast.communicators import BroadcastCommunicators
 from support.ready import CONTEXT
 from support.sent import CPU, connected
 
 TWO = {"members": [0, 1], "trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 60}
 THREE = {"members": [0, 1, 2], "trainer_ranks": 2, "backend": "gloo", "device": CPU, "timeout_s": 60}
+ENGINES = TWO | {"trainer_ranks": 0}
 HALFWAY_BYTES = 2**28  # more than a kernel takes at once
 SOON_S = 25.0
 
@@ -100,53 +100,52 @@ def test_abort_ends_the_wait_for_half_a_message(verb):
     assert time.monotonic() - begun < SOON_S
 
 
-def groups_at(store, rank, timeout_s=60):
-    groups = BroadcastCommunicators(rank, CPU, timeout_s, epoch=1)
-    groups.use_store(store)
-    return groups
-
-
 def begin_to_broadcast(port):
     store = store_at(port)
-    group = groups_at(store, 0).get((0, 1))
-    group.broadcast(torch.ones(HALFWAY_BYTES, dtype=torch.uint8), 0).wait()
+    connected(store, "r", peer_id=0, **ENGINES).broadcast(torch.ones(HALFWAY_BYTES, dtype=torch.uint8), 0).wait()
 
 
 def test_abort_ends_the_wait_for_half_a_broadcast():
     store = store_at(0, hosts=True)
     dying = CONTEXT.Process(target=begin_to_broadcast, args=(store.port,), daemon=True)
     dying.start()
-    groups = groups_at(store, 1)
-    group, data = groups.get((0, 1)), torch.zeros(HALFWAY_BYTES, dtype=torch.uint8)
+    group, data = connected(store, "r", peer_id=1, **ENGINES), torch.zeros(HALFWAY_BYTES, dtype=torch.uint8)
     work = group.broadcast(data, 0)
     while not data[0]:
         pass
     dying.kill()
     dying.join(60)
     assert not data[-1]
-    threading.Timer(0.5, groups.abort).start()
+    threading.Timer(0.5, group.abort).start()
     begun = time.monotonic()
     with pytest.raises(ReshardError, match="engine rank 1 stopped waiting for engine rank 0"):
         work.wait()
-    del groups, group, work  # gloo's own end of a group waits for its threads
+    del group, work  # gloo's own end of a group waits for its threads
     assert time.monotonic() - begun < SOON_S
 
 
 def connect_and_stay(port, told):
-    groups = groups_at(store_at(port), 0, timeout_s=60)
-    groups.get((0, 1))
+    held = connected(store_at(port), "r", peer_id=0, **ENGINES)
     told.recv()
+    held.close()
 
 
-def test_a_broadcast_ends_at_its_deadline_and_names_the_others():
+@pytest.mark.parametrize(
+    ("start", "told"),
+    [
+        (lambda group, data: group.broadcast(data, 0), "could not finish a broadcast with engine rank 0 within"),
+        (lambda group, data: group.receive([(0, data)]), "could not receive a message from engine rank 0 within"),
+    ],
+)
+def test_a_broadcast_ends_at_its_deadline_and_names_the_others(start, told):
     store, (ours, theirs) = store_at(0, hosts=True), CONTEXT.Pipe()
     silent = CONTEXT.Process(target=connect_and_stay, args=(store.port, theirs), daemon=True)
     silent.start()
-    group = groups_at(store, 1, timeout_s=60).get((0, 1))
+    group = connected(store, "r", peer_id=1, **ENGINES)
     group.timeout_s = 0.5
-    work = group.broadcast(torch.zeros(8, dtype=torch.uint8), 0)
+    work = start(group, torch.zeros(8, dtype=torch.uint8))
     begun = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="engine rank 1 could not finish a broadcast with engine rank 0 within"):
+    with pytest.raises(DeadlineExceeded, match=f"engine rank 1 {told}"):
         work.wait()
     assert time.monotonic() - begun < SOON_S
     ours.send("end")
@@ -154,6 +153,5 @@ def test_a_broadcast_ends_at_its_deadline_and_names_the_others():
 
 
 def test_a_rank_that_does_not_come_to_a_broadcast_group_is_named():
-    groups = groups_at(store_at(0, hosts=True), 1, timeout_s=0.5)
     with pytest.raises(DeadlineExceeded, match="engine rank 1 waited 0 s for engine rank 0 to connect"):
-        groups.get((0, 1))
+        connected(store_at(0, hosts=True), "r", peer_id=1, **ENGINES | {"timeout_s": 0.5})

@@ -22,7 +22,6 @@ from sglang_reshard.layout.source_layout import Mesh
 from sglang_reshard.plan import ClusterTopology, rank_demand
 from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.routes.choice import choose_strategy
-from sglang_reshard.routes.p2p.engine import P2pReceiver
 from sglang_reshard.routes.p2p.messages import send_request
 from sglang_reshard.routes.p2p.trainer import P2pSender
 from sglang_reshard.sources import Placement
@@ -30,7 +29,7 @@ from sglang_reshard.trace.program import Copy, Program
 from sglang_reshard.trace.tracer import trace
 from support.plans import HOST, copies_of, empty_targets, meshed_layouts, read_plans, values
 from support.plans import shards as cut_shards
-from support.sent import CPU, reads_of
+from support.sent import CPU, reads_of, receiving
 from support.sweep import examples
 from support.toy import ToyRank, checkpoint
 
@@ -178,11 +177,11 @@ def test_loads_are_those_of_the_transports(data, bucket):
     for e, t in enumerate(plans):
         targets = empty_targets(copies[e])
         loads.append(engine_load(index, strategy, e, model_of(demands[e], t, targets), bucket))
-        transport = P2pReceiver(reads_of(e, index, t, targets), strategy.senders(e), None)
+        end = receiving(reads_of(e, index, t, targets), strategy, None)
         figures = loads[e].figures
-        assert figures.received_bytes == transport.traffic.received_bytes
-        assert figures.extra_bytes == transport.extra_bytes
-        assert {t: link.payload_bytes for t, link in loads[e].links.items()} == transport.traffic.read_bytes
+        assert figures.received_bytes == end.traffic.received_bytes
+        assert figures.extra_bytes == end.nbytes
+        assert {t: link.payload_bytes for t, link in loads[e].links.items()} == end.traffic.read_bytes
     for trainer_rank in range(layout.trainer_ranks):
         receivers = {e: int(s) for e, s in enumerate(strategy.round_bytes[trainer_rank]) if s}
         orders = {e: send_request(plans[e], trainer_rank) for e in receivers}

@@ -6,6 +6,7 @@ Calls that keep the interpreter's lock are not made: `FakeNccl` has none.
 import os
 import threading
 import time
+from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
@@ -16,13 +17,12 @@ import torch.distributed as dist
 
 from sglang_reshard.errors import DeadlineExceeded, PeerDisconnected
 from sglang_reshard.gpu import runtime as gpu
-from sglang_reshard.routes.broadcast.communicators import BroadcastCommunicators
-from sglang_reshard.routes.p2p.communicators import P2pCommunicator, P2pCommunicators
 from sglang_reshard.routes.wire import concurrent_use
 from sglang_reshard.routes.wire import nccl as nccl_module
+from sglang_reshard.routes.wire.communicator import Communicator, Communicators
 from sglang_reshard.routes.wire.ctas import CtaShares
 from sglang_reshard.routes.wire.nccl import changed_environment
-from sglang_reshard.routes.wire.recorded_works import RecordedWorks, recorder_entries
+from sglang_reshard.routes.wire.recorded_works import recorder_entries
 from support.gpu_runtime import replaced_runtime
 
 GPU = torch.device("meta")  # memory that is not the host's
@@ -164,7 +164,7 @@ def connect_all(count):
 
 def connected(ctas=16, **changes):
     """A communicator whose other member does whatever is necessary."""
-    communicator = P2pCommunicator(peer_id=0, **(OPTIONS | changes))
+    communicator = Communicator(peer_id=0, **(OPTIONS | changes))
     threading.Thread(
         target=lambda: (soon(lambda: FakeNccl.made), FakeNccl.made[0].connected.set()), daemon=True
     ).start()
@@ -211,14 +211,10 @@ def test_a_communicator_that_comes_later_gets_the_room_that_is_left():
 )  # fmt: skip
 def test_works_are_kept_as_long_as_the_flight_recorder_has_their_events(environment, entries):
     assert recorder_entries(environment) == entries
-    works = RecordedWorks(entries)
-    for number in range(entries + 3):
-        works.keep(number)
-    assert len(works) == entries
 
 
 def test_every_operation_is_kept_for_the_flight_recorder(monkeypatch):
-    works = RecordedWorks(100)
+    works = deque()
     monkeypatch.setattr(nccl_module, "RECORDED_WORKS", works)
     communicator, pg = connected()
     pg.finished.set()
@@ -235,7 +231,7 @@ def test_the_environment_is_as_before_also_when_it_cannot_be_made(monkeypatch, v
     before = dict(os.environ)
     monkeypatch.setattr(FakeNccl, "fails", "made")
     with pytest.raises(PeerDisconnected, match="made failed"):
-        P2pCommunicator(peer_id=0, **OPTIONS).connect(store_with_peers())
+        Communicator(peer_id=0, **OPTIONS).connect(store_with_peers())
     assert dict(os.environ) == before
 
 
@@ -269,7 +265,7 @@ def test_threads_change_the_environment_one_after_the_other():
 def test_a_rank_that_does_not_connect_is_named_at_the_deadline():
     begun = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="trainer rank 0 could not connect to engine rank 0 within"):
-        P2pCommunicator(peer_id=0, **OPTIONS).connect(store_with_peers())
+        Communicator(peer_id=0, **OPTIONS).connect(store_with_peers())
     assert time.monotonic() - begun < OPTIONS["timeout_s"] + LATE_S
     (pg,) = FakeNccl.made
     assert pg.aborted.is_set()
@@ -278,7 +274,7 @@ def test_a_rank_that_does_not_connect_is_named_at_the_deadline():
 @pytest.mark.parametrize("entered", [True, False])
 def test_connecting_ends_when_another_thread_aborts(entered):
     """Both while members come, when NCCL can be aborted, and while torch waits for NCCL, when it cannot."""
-    communicator = P2pCommunicator(peer_id=0, **(OPTIONS | {"timeout_s": 60}))
+    communicator = Communicator(peer_id=0, **(OPTIONS | {"timeout_s": 60}))
     threading.Timer(0.2, communicator.abort).start()
     begun = time.monotonic()
     with pytest.raises(PeerDisconnected, match="trainer rank 0 stopped waiting for engine rank 0"):
@@ -290,7 +286,7 @@ def test_connecting_ends_when_another_thread_aborts(entered):
 
 
 def test_what_was_aborted_before_it_connects_does_not_connect():
-    communicator = P2pCommunicator(peer_id=0, **OPTIONS)
+    communicator = Communicator(peer_id=0, **OPTIONS)
     communicator.abort()
     with pytest.raises(PeerDisconnected, match="stopped waiting"):
         communicator.connect(store_with_peers())
@@ -409,33 +405,21 @@ def test_communicators_beside_nccl_of_the_process_itself_are_warned_of_once(capl
     assert not nccl_module.CTAS.in_use()
 
 
-def test_a_broadcast_group_is_connected_before_it_is_used_and_its_waits_are_bounded():
-    groups = BroadcastCommunicators(0, GPU, 5.0, epoch=1)
-    store = dist.HashStore()
-    groups.use_store(store)
-    own = dist.PrefixStore("0,1", dist.PrefixStore("broadcast/1", store))
-    own.set("joined/1", "")
-    own.set("ctas/1", "16")
-    own.add("entered", 1)
-    connect_all(1)
-    group = groups.get((0, 1))
-    (pg,) = FakeNccl.made
+def test_the_waits_of_a_broadcast_are_bounded():
+    group, pg = connected(trainer_ranks=0)
     to_itself = ["start", "send", "recv", "ready"]
-    assert [name for name, _ in pg.calls] == ["made", "eager", *to_itself, "start", "broadcast", "end"]
-    assert pg.environment["TORCH_NCCL_BLOCKING_WAIT"] == "1"
-    pg.finished.clear()
-    group.timeout_s = 0.5
+    assert [name for name, _ in pg.calls] == ["made", "eager", *to_itself]
     work = group.broadcast(DATA, 0)
     with pytest.raises(DeadlineExceeded, match="engine rank 0 could not finish a broadcast with engine rank 1 within"):
         work.wait()
-    groups.close()
+    group.close()
     assert pg.aborted.is_set()
 
 
 def test_a_rank_goes_through_its_communicators_in_their_order():
     groups = ((0, 3), (0, 1, 4), (0, 5))
     options = {"trainer_ranks": 3, "backend": "nccl", "device": GPU, "timeout_s": 5.0}
-    communicators = P2pCommunicators(groups, peer_id=0, peers=(3, 4, 5), **options)
+    communicators = Communicators(groups, peer_id=0, **options)
     store = dist.HashStore()
     for number, members in enumerate(groups):
         of_group = dist.PrefixStore(str(number), store)
@@ -445,7 +429,7 @@ def test_a_rank_goes_through_its_communicators_in_their_order():
             of_group.add("entered", 1)
 
     connect_all(len(groups))
-    communicators.connect(store)
+    communicators.connect(store, (3, 4, 5))
     order = [
         (name, number) for number, pg in enumerate(FakeNccl.made) for name, _ in pg.calls if name in ("ready", "end")
     ]

@@ -17,8 +17,8 @@ from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.routes.p2p import route
-from sglang_reshard.routes.p2p.communicators import P2pCommunicators
 from sglang_reshard.routes.p2p.groups import plan_p2p_groups
+from sglang_reshard.routes.wire.communicator import Communicators
 from support.ready import CONTEXT
 from support.sent import CPU
 from support.toy import ToyRank, checkpoint
@@ -118,8 +118,8 @@ OPTIONS = {"trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 60
 
 def receive_nothing(port, peer_id):
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    communicators = P2pCommunicators(GROUPS, peer_id=peer_id, peers=[0], **OPTIONS)
-    communicators.connect(store)
+    communicators = Communicators(GROUPS, peer_id=peer_id, **OPTIONS)
+    communicators.connect(store, [0])
     begun = time.monotonic()
     with pytest.raises(ReshardError):
         communicators.receive([(0, torch.zeros(8, dtype=torch.uint8))]).wait()
@@ -131,8 +131,8 @@ def test_an_abort_ends_the_waits_in_all_of_them():
     peers = [CONTEXT.Process(target=receive_nothing, args=(store.port, peer), daemon=True) for peer in (1, 2)]
     for peer in peers:
         peer.start()
-    communicators = P2pCommunicators(GROUPS, peer_id=0, peers=[1, 2], **OPTIONS)
-    communicators.connect(store)
+    communicators = Communicators(GROUPS, peer_id=0, **OPTIONS)
+    communicators.connect(store, [1, 2])
     pending = communicators.receive([(1, torch.zeros(8, dtype=torch.uint8)), (2, torch.zeros(8, dtype=torch.uint8))])
     threading.Timer(0.3, communicators.abort).start()
     begun = time.monotonic()

@@ -16,7 +16,7 @@ SIZES = st.lists(st.integers(0, 10**9), max_size=60)
 @given(SIZES, st.integers(1, 9), st.data())
 def test_what_is_passed_on_is_divided_evenly_at_any_time(sizes, engines, data):
     relayed = np.array(data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes))), bool)
-    owner_of = choose_owners(sizes, relayed, range(engines))
+    owner_of = choose_owners(sizes, relayed, engines)
     assert ((owner_of == NO_OWNER) == ~relayed).all()
     read = np.zeros(engines, np.int64)
     for tensor in np.flatnonzero(relayed):

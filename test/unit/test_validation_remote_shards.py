@@ -2,9 +2,9 @@
 
 import pytest
 
-from sglang_reshard.errors import Mismatch
-from sglang_reshard.routes.nixl.remote_shards import RemoteShard, RemoteShards
-from sglang_reshard.routes.nixl.validation import check_remote_shards
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.routes.nixl.reader import NixlReader
+from sglang_reshard.routes.nixl.remote_shards import RemoteShard, RemoteShards, check_remote_shards
 
 RIGHT = RemoteShard("DRAM", 0, 1 << 40, (64, 1))
 
@@ -38,3 +38,8 @@ def test_memory_that_cannot_exist_is_refused(shard: RemoteShard, why: str) -> No
 def test_other_numbers_of_shards_are_refused() -> None:
     with pytest.raises(Mismatch, match="describes 1 shards in registered memory, expected 2"):
         check(RIGHT, count=2)
+
+
+def test_without_nixl_the_error_says_what_to_install_and_where() -> None:
+    with pytest.raises(Unsupported, match=r"NIXL cannot be imported on .* pip install 'sglang-reshard\[nixl\]'"):
+        NixlReader(0)

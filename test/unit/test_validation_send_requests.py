@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.regions import Box, LocalRegion
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
+from sglang_reshard.routes.p2p.ask import check_send_request
 from sglang_reshard.routes.p2p.messages import SendRequest, send_request
-from sglang_reshard.routes.p2p.send_requests import check_send_request
 from support.plans import wanted
 from support.stated import BIG, GOOD, rows, stated
 

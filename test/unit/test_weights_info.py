@@ -80,8 +80,8 @@ def test_torn_weights_are_no_update_s(manager):
 
 
 def test_an_update_under_way_is_told(manager):
-    for told in (weights_info.running, weights_info.unanswered):
-        with told(manager, "update 8 is running"):
+    for state in ("running", "unanswered"):
+        with weights_info.running(manager, "update 8 is running", state):
             assert weights_info.current(manager).under_way
             assert weights_info.current(manager).digest == "d1"
             assert weights_info.under_way(manager) == "update 8 is running"
@@ -120,7 +120,7 @@ def test_weights_that_are_released_are_nobody_s(manager, tags, left):
     assert weights_info.current(manager) == left
 
 
-@pytest.mark.parametrize("state", [weights_info.running, weights_info.unanswered])
+@pytest.mark.parametrize("state", ["running", "unanswered"])
 def test_weights_are_not_released_while_an_update_runs(manager, state):
     """A staged one reads them in a thread, and SGLang unmaps them without a wait: that would end the scheduler."""
     asked = []
@@ -128,7 +128,7 @@ def test_weights_are_not_released_while_an_update_runs(manager, state):
     async def release(manager, *_):
         asked.append("schedulers")
 
-    with state(manager, "update 8 is running; repeat this one when it has ended"):
+    with weights_info.running(manager, "update 8 is running; repeat this one when it has ended", state):
         with pytest.raises(EngineRefused, match="cannot be released: update 8 is running; repeat this one when it has"):
             asyncio.run(weights_info.around_release(release, manager, SimpleNamespace(tags=["weights"])))
         assert not asked

@@ -20,7 +20,7 @@ from sglang_reshard.memory.shm import allocate_shared, check_free_shm
 ALIGNMENT = 64  # bytes
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """A view to copy. `first` is the number of the first shard that is the same view of the same memory."""
 
     first: int
@@ -37,7 +37,7 @@ class HostArena:
 
     def __init__(self, shards: Sequence[torch.Tensor], who: str) -> None:
         """Raises Unsupported, naming `who`, if there is too little shared memory."""
-        self._places = _places(shards)
+        self._places = places_of(shards)
         begins, end = [], 0
         for number, place in enumerate(self._places):
             if place.first == number:
@@ -56,7 +56,7 @@ class HostArena:
         self._sources: list[torch.Tensor] = []
 
     def fits(self, shards: Sequence[torch.Tensor]) -> bool:
-        return self._places == _places(shards)
+        return self._places == places_of(shards)
 
     def refresh(self, shards: Sequence[torch.Tensor]) -> None:
         """Copies shards that fit."""
@@ -86,9 +86,9 @@ def _without_owner(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return views
 
 
-def _places(shards: Sequence[torch.Tensor]) -> list[_Place]:
+def places_of(shards: Sequence[torch.Tensor]) -> list[Place]:
     first: dict[object, int] = {}
     return [
-        _Place(first.setdefault((s.data_ptr(), s.shape, s.stride(), s.dtype), number), s.shape, s.dtype)
+        Place(first.setdefault((s.device, s.data_ptr(), s.shape, s.stride(), s.dtype), number), s.shape, s.dtype)
         for number, s in enumerate(shards)
     ]

@@ -75,6 +75,21 @@ def written_once(
     return [number for number, one in enumerate(written) if number in numbers or 0 in one.shape]
 
 
+def overwritten(held: Iterable[Written], written: Iterable[Written]) -> str:
+    """Returns the name of one of `held` that shares memory with one of `written`; empty if none does."""
+    for cluster in _clusters([*held, *(one._replace(name="") for one in written)]):
+        writes, reads = ([one for one in cluster if bool(one.name) == named] for named in (False, True))
+        if not writes or not reads:
+            continue
+        begin, end = min(one.address for one in cluster), max(one.end for one in cluster)
+        marked = torch.zeros(end - begin, dtype=torch.bool)
+        for one in writes:
+            _bytes(marked, one, begin).fill_(True)
+        if found := next((one.name for one in reads if _bytes(marked, one, begin).any()), ""):
+            return found
+    return ""
+
+
 def _clusters(written: Iterable[Written]) -> Iterator[list[Written]]:
     """Yields those that may share memory: address ranges that overlap, and tensors that may overlap themselves."""
     cluster: list[Written] = []

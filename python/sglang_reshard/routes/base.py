@@ -133,12 +133,14 @@ class EngineEnd:
     calls        trainer ranks take part in a move: they are told to start
     holds_pages  it has registered live weights, and so means their pages, not their addresses
     nbytes       of the buffers held between updates, without those of the landing
+    traffic      of the last move
     connections  to other ranks, from before they connect; None if there are none
     """
 
     calls: bool = False
     holds_pages: bool = False
     nbytes: int = 0
+    traffic: Traffic = Traffic()
     connections: Connections | None = None
 
     def ask(self, session: Session) -> Ask | None:
@@ -150,11 +152,6 @@ class EngineEnd:
 
     def connect(self, meeting: Meeting) -> None:
         """Connects, and makes all views and buffers. Collective over engine ranks and trainer ranks that are asked."""
-        raise NotImplementedError
-
-    @property
-    def traffic(self) -> Traffic:
-        """Returns the traffic of the last move."""
         raise NotImplementedError
 
     def serves(self, request: DistributedUpdateWeightsReq) -> bool:

@@ -79,21 +79,14 @@ class IpcEngineEnd(EngineEnd):
 
     def __init__(self, side: EngineSide, _strategy: Strategy) -> None:
         self._reads = side.reads
-        self._copies: DirectReads | None = None
 
     def connect(self, meeting: Meeting) -> None:
         numbers = mapped_reads(self._reads)
         self._reads.landing.place([], read_targets(self._reads.read_plan, numbers))
         self._copies = DirectReads(self._reads, numbers)
-        self.nbytes = self._copies.extra_bytes
-
-    @property
-    def traffic(self) -> Traffic:
-        assert self._copies is not None
-        return Traffic.of(self._copies.read_bytes)
+        self.nbytes, self.traffic = self._copies.extra_bytes, Traffic.of(self._copies.read_bytes)
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
-        assert self._copies is not None
         self._copies.run()
         self._copies.finish_from(0)
 

@@ -6,6 +6,8 @@ are, taking a copy is one list of copies into the same memory, and the update th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sglang_reshard.copying.copy_list import CopyList
@@ -13,6 +15,8 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.recorded_work import RecordedWork
 from sglang_reshard.layout.names import Renaming
+from sglang_reshard.layout.regions import aligned
+from sglang_reshard.memory.host_arena import Place, places_of
 from sglang_reshard.sources import NamedTensors, TrainerState, as_list, describe
 from sglang_reshard.sources.memory_identity import MemoryIdentity
 
@@ -29,6 +33,7 @@ class AsyncShardCopy:
         self._partial = False
         self._rename: Renaming | None = None
         self._state: TrainerState | None = None
+        self._places: list[Place] = []
         self._memory: tuple[torch.Tensor, ...] = ()
         self._copies = CopyList()
         self._work = RecordedWork()  # the last copy
@@ -71,28 +76,25 @@ class AsyncShardCopy:
 
     def _prepare(self, given: TrainerState) -> None:
         """Makes the list of copies, and allocates memory unless that of the last copy will do."""
-        if self._state is None or not _alike(self._state, given):
+        places = places_of(given.shards)
+        if self._state is None or (self._state.layout, self._places) != (given.layout, places):
             self._state, self._memory = None, ()  # free before more is allocated
-            self._state = self._allocated(given)
+            self._state, self._places = self._allocated(given, places), places
         self._copies = CopyList(movable=self._memory)  # by the first update from the copy
-        seen: set[int] = set()
-        for shard, source in zip(self._state.shards, given.shards, strict=True):
-            if shard.numel() and shard.data_ptr() not in seen:
-                seen.add(shard.data_ptr())
-                self._copies.add(shard, source.detach())
+        for number, place in enumerate(places):
+            if place.first == number and place.nbytes:
+                self._copies.add(self._state.shards[number], given.shards[number].detach())
         self._copies.build()
 
-    def _allocated(self, given: TrainerState) -> TrainerState:
+    def _allocated(self, given: TrainerState, places: Sequence[Place]) -> TrainerState:
         """Returns a state like the given one, in separate memory; shards that are one view are one there, too."""
         sizes: dict[torch.device, int] = {}
-        places: dict[tuple[object, ...], tuple[torch.device, int]] = {}
-        for shard in given.shards:
+        begins: list[tuple[torch.device, int]] = []
+        for number, (place, shard) in enumerate(zip(places, given.shards, strict=True)):
             device = self.device or shard.device
-            if _view(shard) not in places:
-                begin = sizes.get(device, 0)
-                places[_view(shard)] = device, begin
-                nbytes = shard.numel() * shard.element_size()
-                sizes[device] = begin + -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+            begins.append((device, sizes.get(device, 0)) if place.first == number else begins[place.first])
+            if place.first == number:
+                sizes[device] = begins[number][1] + aligned(place.nbytes, ALIGN_BYTES)
         self.nbytes = sum(sizes.values())
         try:
             memory = {device: torch.empty(n, dtype=torch.uint8, device=device) for device, n in sizes.items()}
@@ -102,27 +104,8 @@ class AsyncShardCopy:
                 "Call update instead of update_async, or choose another shadow_device"
             ) from error
         self._memory = tuple(memory.values())
-
-        def copy_of(shard: torch.Tensor) -> torch.Tensor:
-            device, begin = places[_view(shard)]
-            nbytes = shard.numel() * shard.element_size()
-            return memory[device][begin : begin + nbytes].view(shard.dtype).view(shard.shape)
-
-        shards = tuple(map(copy_of, given.shards))
+        shards = tuple(
+            memory[device][begin : begin + place.nbytes].view(place.dtype).view(place.shape)
+            for (device, begin), place in zip(begins, places, strict=True)
+        )
         return TrainerState(given.layout, shards, shards, self._work, given.ignored)
-
-
-def _view(shard: torch.Tensor) -> tuple[object, ...]:
-    return shard.device, shard.data_ptr(), shard.shape, shard.stride(), shard.dtype
-
-
-def _alike(one: TrainerState, other: TrainerState) -> bool:
-    """Returns whether two states differ in where their shards are only."""
-    if one.layout != other.layout:
-        return False
-
-    def kinds(state: TrainerState) -> list[tuple[object, ...]]:
-        first: dict[int, int] = {}
-        return [(s.shape, s.dtype, first.setdefault(s.data_ptr(), n)) for n, s in enumerate(state.shards)]
-
-    return kinds(one) == kinds(other)

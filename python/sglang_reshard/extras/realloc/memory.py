@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.regions import Region
+from sglang_reshard.memory.overlap import Written, overwritten
 from sglang_reshard.plan import TensorIndex
 
 Named = tuple[str, torch.Tensor]
@@ -20,61 +21,28 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return alike and all(n < 2 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
-def held_regions(
-    index: TensorIndex, shards: Sequence[torch.Tensor], rank: int, written: Iterable[torch.Tensor]
-) -> Iterable[Named]:
+def held_regions(index: TensorIndex, shards: Sequence[torch.Tensor], rank: int) -> Iterator[Named]:
     """Yields the elements that this rank holds of each tensor, a view per box.
 
-    shards   this rank's local tensors, in the layout's order; those in storages that no `written` uses are left out
+    shards  this rank's local tensors, in the layout's order
     """
-    used = {_storage_key(view) for view in written}
     for number, tensor in enumerate(index.layout.tensors):
-        if _storage_key(shards[number]) not in used:
-            continue
         shard_map = index.tensor_class(number).shard_map
         for shard in shard_map.shards_of(rank):
             yield tensor.name, shard_map.to_local(shard, Region.of(shard.box)).view(shards[number])
 
 
-def check_not_overwritten(sources: Iterable[Named], written: Sequence[torch.Tensor], rank: int) -> None:
+def check_not_overwritten(sources: Iterable[Named], written: Iterable[torch.Tensor], rank: int) -> None:
     """Raises Mismatch for a source tensor that the move would overwrite while it reads it.
 
     sources  the elements that this rank holds; `written` those that it writes
-
-    Only storages that both use are looked at, one after the other, with a byte of host memory for each of theirs.
     """
-    writes = _by_storage(("", view) for view in written)
-    for key, views in _by_storage(sources).items():
-        if key not in writes:
-            continue
-        marked = torch.zeros(views[0][1].untyped_storage().nbytes(), dtype=torch.bool)
-        for _, view in writes[key]:
-            _bytes(marked, view).fill_(True)
-        for name, view in views:
-            if _bytes(marked, view).any():
-                raise Mismatch(
-                    f"trainer rank {rank}: the source's {name} shares memory with the target, but holds other elements "
-                    "there; give the target separate memory"
-                )
-
-
-def _by_storage(pairs: Iterable[Named]) -> dict[tuple[torch.device, int], list[Named]]:
-    found: dict[tuple[torch.device, int], list[Named]] = {}
-    for name, view in pairs:
-        if view.numel():
-            found.setdefault(_storage_key(view), []).append((name, view))
-    return found
-
-
-def _storage_key(view: torch.Tensor) -> tuple[torch.device, int]:
-    return view.device, view.untyped_storage().data_ptr()
-
-
-def _bytes(marked: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a view, in a tensor with an element for each byte of its storage."""
-    size = view.element_size()
-    strides = (*(n * size for n in view.stride()), 1)
-    return marked.as_strided((*view.shape, size), strides, int(view.storage_offset()) * size)
+    held = (Written.of(name, view) for name, view in sources if view.numel())
+    if name := overwritten(held, (Written.of("", view) for view in written if view.numel())):
+        raise Mismatch(
+            f"trainer rank {rank}: the source's {name} shares memory with the target, but holds other elements there; "
+            "give the target separate memory"
+        )
 
 
 class UsedMemory:

@@ -10,28 +10,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch.distributed as dist
 
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import DeadlineExceeded
 from sglang_reshard.routes.p2p.links import Round
-from sglang_reshard.routes.wire.rounds import run_rounds
+from sglang_reshard.routes.wire.rounds import Wait, run_rounds
 
 _TAG = 0x2E5A  # gloo keeps these messages apart from others between the same ranks
-
-
-class _Transit(NamedTuple):
-    """Messages in transit, each with its name in errors. NCCL has one operation for all messages of a round."""
-
-    rank: int
-    works: list[tuple[dist.Work, str]]
-
-    def wait(self) -> None:
-        for work, peers in self.works:
-            with _named_errors(self.rank, peers):
-                work.wait()
 
 
 class Mover:
@@ -63,16 +50,22 @@ class Mover:
                 found.append((operation, f"{verb} trainer rank {peer}"))
         return found
 
-    def _start(self, number: int) -> _Transit:
+    def _start(self, number: int) -> Wait:
         if number < len(self._sends):
             self._sends[number][1].run()
         batch = self._operations[number]
         names = [name for _, name in batch]
         with _named_errors(self._rank, ", ".join(names)):
             works = dist.batch_isend_irecv([operation for operation, _ in batch]) if batch else []
-        if len(works) != len(batch):
+        if len(works) != len(batch):  # NCCL has one operation for all messages of a round
             names = [", ".join(names)] * len(works)
-        return _Transit(self._rank, list(zip(works, names, strict=True)))
+
+        def wait() -> None:
+            for work, peers in zip(works, names, strict=True):
+                with _named_errors(self._rank, peers):
+                    work.wait()
+
+        return wait
 
     def _unpack(self, number: int) -> None:
         if number < len(self._receives):

@@ -20,7 +20,7 @@ from sglang_reshard import tasks
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.extras.realloc.demand import Demand, check_all_listed, sent_matrix
 from sglang_reshard.extras.realloc.exchange import exchange_blobs, raise_together, union_of_layouts
-from sglang_reshard.extras.realloc.rank_plan import Described, Given, Listing, PreparedMove, RankPlan
+from sglang_reshard.extras.realloc.rank_plan import Described, Given, PreparedMove, RankPlan
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.decoders import unpack_blob
 from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES
@@ -98,14 +98,13 @@ class ReshardPlan:
         assert group is not None, "init_process_group has not been called"
         require_cpu_backend(group)
         rank = dist.get_rank(group)
-        listing = Listing(group, source, target, {"bucket_bytes": bucket_bytes, "strict": strict})
-        told = gather(listing.describe, Described, group)
+        own = RankPlan(group, source, target, {"bucket_bytes": bucket_bytes, "strict": strict})
+        told = gather(own.describe, Described, group)
         _check_options(told)
-        layout = union_of_layouts(listing.packed, [other.layout for other in told], group)
+        layout = union_of_layouts(own.packed, [other.layout for other in told], group)
         if not layout.tensors:
             raise Mismatch("no trainer rank passed any source tensors")
-        own = RankPlan(layout, listing, rank, told, strict=strict)
-        demands = gather(own.demand, Demand, group)
+        demands = gather(lambda: own.demand(layout, told), Demand, group)
         if strict:
             check_all_listed(own.index, demands)
         incoming = {peer: other.request_bytes.get(rank, 0) for peer, other in enumerate(demands)}
@@ -115,11 +114,11 @@ class ReshardPlan:
             if blob
         }
         per_round = round_bytes(sent_matrix(demands), bucket_bytes)
-        own_device = listing.device if any(other.gpu for other in told) else torch.device("cpu")
+        own_device = own.device if any(other.gpu for other in told) else torch.device("cpu")
         nccl = own_device.type != "cpu" and "cuda:nccl" in dist.get_backend_config(group)
         device = own_device if nccl else torch.device("cpu")
         with gathering(type(None), group):
-            prepared = own.prepare(group, requests, per_round, device)
+            prepared = own.prepare(requests, per_round, device)
         if nccl:  # it connects all ranks when the group is first used, and ranks without messages would be missing
             with translated_errors(group):
                 dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -43,46 +43,6 @@ class Described(msgspec.Struct, frozen=True):
     tied: dict[str, str]
 
 
-class Listing:
-    """The tensors that this rank lists on both sides.
-
-    source, target  None if it lists nothing
-    packed          its layout of the source
-    versions        of the target's tensors
-    """
-
-    def __init__(self, group: dist.ProcessGroup, source: Given, target: Given, options: dict[str, int | bool]) -> None:
-        self._group, self._given, self._options = group, (source, target), options
-        self.source: TrainerState | None = None
-        self.target: TrainerState | None = None
-        self.packed = b""
-        self.versions = VersionCounters(())
-
-    def describe(self) -> Described:
-        ranks = tuple(dist.get_process_group_ranks(self._group))
-        rank = dist.get_rank(self._group)
-        found = []
-        for given in self._given:
-            listed = [] if given is None else as_list(given, rank)
-            # Whether all elements of the source are held is checked once what all ranks list is known.
-            found.append(describe(listed, trainer_rank=rank, global_ranks=ranks, partial=True) if listed else None)
-        self.source, self.target = found
-        self.versions = VersionCounters(listed)  # of the target
-        self._given = None, None
-        layout = self.source.layout if self.source else SourceLayout(len(ranks), (), (), ())
-        digest, self.packed = pack_blob(layout)
-        tied = tied_names(self.source.layout, self.source.shards) if self.source else {}
-        return Described(digest, host_identity(), any(map(runtime().on_gpu, self._shards())), self._options, tied)
-
-    @functools.cached_property
-    def device(self) -> torch.device:
-        """This rank's GPU."""
-        return trainer_device(self._shards()) or runtime().current_device()
-
-    def _shards(self) -> Sequence[torch.Tensor]:
-        return [shard for state in (self.source, self.target) if state for shard in state.shards]
-
-
 class PreparedMove(NamedTuple):
     """All that a run needs; bytes are those of `ReshardPlan`."""
 
@@ -96,24 +56,54 @@ class PreparedMove(NamedTuple):
 
 
 class RankPlan:
-    """This rank's reads, from their plan to views and buffers."""
+    """This rank's part: what it lists on both sides, and its reads, from their plan to views and buffers.
 
-    def __init__(
-        self, layout: SourceLayout, listing: Listing, rank: int, told: Sequence[Described], *, strict: bool
-    ) -> None:
-        self.index = TensorIndex.of(layout)
+    packed  its layout of the source
+    """
+
+    def __init__(self, group: dist.ProcessGroup, source: Given, target: Given, options: dict[str, int | bool]) -> None:
+        self._group, self._given, self._options = group, (source, target), options
+        self._rank = dist.get_rank(group)
+        self._source: TrainerState | None = None  # None if it lists nothing
+        self._target: TrainerState | None = None
+        self._versions = VersionCounters(())  # of the target's tensors
+        self.packed = b""
+        self.index: TensorIndex
         self.requests: dict[int, SendRequest] = {}
         self.packed_requests: dict[int, bytes] = {}
-        self._listing, self._rank, self._strict = listing, rank, strict
-        self._hosts, self._ties = [other.host for other in told], [other.tied for other in told]
+        self._ties: list[dict[str, str]] = []
         self._program: Program
         self._reads: ReadPlan
 
-    def demand(self) -> Demand:
+    def describe(self) -> Described:
+        ranks, rank = tuple(dist.get_process_group_ranks(self._group)), self._rank
+        found = []
+        for given in self._given:
+            listed = [] if given is None else as_list(given, rank)
+            # Whether all elements of the source are held is checked once what all ranks list is known.
+            found.append(describe(listed, trainer_rank=rank, global_ranks=ranks, partial=True) if listed else None)
+        self._source, self._target = found
+        self._versions = VersionCounters(listed)  # of the target
+        self._given = None, None
+        layout = self._source.layout if self._source else SourceLayout(len(ranks), (), (), ())
+        digest, self.packed = pack_blob(layout)
+        tied = tied_names(self._source.layout, self._source.shards) if self._source else {}
+        return Described(digest, host_identity(), any(map(runtime().on_gpu, self._shards())), self._options, tied)
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """This rank's GPU."""
+        return trainer_device(self._shards()) or runtime().current_device()
+
+    def _shards(self) -> Sequence[torch.Tensor]:
+        return [shard for state in (self._source, self._target) if state for shard in state.shards]
+
+    def demand(self, layout: SourceLayout, told: Sequence[Described]) -> Demand:
         """Plans what this rank reads. Raises as `target_program` does."""
-        target = self._listing.target
-        self._program = target_program(self.index, target, self._rank, strict=self._strict, tied=self._tied)
-        self._reads = plan_target_reads(self.index, self._program, self._rank, self._hosts)
+        self.index, self._ties = TensorIndex.of(layout), [other.tied for other in told]
+        strict = bool(self._options["strict"])
+        self._program = target_program(self.index, self._target, self._rank, strict=strict, tied=self._tied)
+        self._reads = plan_target_reads(self.index, self._program, self._rank, [other.host for other in told])
         traffic = {peer: nbytes for peer, (nbytes, _) in self._reads.traffic().items() if peer != self._rank}
         self.requests = {peer: send_request(self._reads, peer) for peer in traffic}
         self.packed_requests = {peer: pack_blob(request)[1] for peer, request in self.requests.items()}
@@ -122,7 +112,6 @@ class RankPlan:
 
     def prepare(
         self,
-        group: dist.ProcessGroup,
         asked: Mapping[int, SendRequest],
         per_round: np.ndarray,
         device: torch.device,
@@ -134,10 +123,10 @@ class RankPlan:
         device     of the buckets
         """
         shards = self._source_shards()
-        sends = {
-            peer: self._link(request, per_round[self._rank, peer], [(v,) for v in _source_views(request, shards)])
-            for peer, request in asked.items()
-        }
+        sends = {}
+        for peer, request in asked.items():
+            views = [(region.view(shards[tensor]),) for tensor, region in request.entries()]
+            sends[peer] = self._link(request, per_round[self._rank, peer], views)
         receives = {
             peer: self._link(request, per_round[peer, self._rank], destination_views(self._program, self._reads, peer))
             for peer, request in self.requests.items()
@@ -145,7 +134,7 @@ class RankPlan:
         copied = list(self._copied(shards))
         written = [view for link in receives.values() for views in link.views for view in views]
         written += [destination for destination, _, _ in copied]
-        check_not_overwritten(held_regions(self.index, shards, self._rank, written), written, self._rank)
+        check_not_overwritten(held_regions(self.index, shards, self._rank), written, self._rank)
         local = CopyList()
         for destination, source, _ in copied:
             local.add(destination, source)
@@ -154,9 +143,9 @@ class RankPlan:
         receive_rounds, receive_bytes = build_rounds(receives, device, pack=False)
         named = [(tensor.name, shard) for tensor, shard in zip(self.index.layout.tensors, shards, strict=True)]
         return PreparedMove(
-            Mover(group, send_rounds, receive_rounds, local),
+            Mover(self._group, send_rounds, receive_rounds, local),
             UsedMemory(named, self._program.targets.items(), self._rank),
-            self._listing.versions,
+            self._versions,
             received_bytes=sum(link.payload_bytes for link in receives.values()),
             sent_bytes=sum(link.payload_bytes for link in sends.values()),
             copied_bytes=sum(nbytes for _, _, nbytes in copied),
@@ -185,9 +174,5 @@ class RankPlan:
 
     def _source_shards(self) -> list[torch.Tensor]:
         """Returns this rank's local tensors in the layout's order; those that it does not list are empty."""
-        state, layout = self._listing.source, self.index.layout
+        state, layout = self._source, self.index.layout
         return list(state.within(layout).shards) if state else [torch.empty(0)] * len(layout.tensors)
-
-
-def _source_views(request: SendRequest, shards: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    return (region.view(shards[tensor]) for tensor, region in request.entries())

@@ -7,15 +7,16 @@ never passed on. All of it ends when it is cancelled.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
+from contextlib import closing, suppress
 from http import HTTPStatus
 
 import httpx
 import msgspec
 
+from sglang_reshard import tasks
 from sglang_reshard.errors import (
     Aborted,
     ConnectionLost,
@@ -62,7 +63,9 @@ async def pull(request: PullWeightsReq, update: Update) -> DistributedUpdateWeig
     """
     shared = await _shared(request)
     try:
-        async with _mailbox(shared, request.timeout_s) as mailbox:
+        name = f"{socket.gethostname()}-{os.getpid()}"
+        # Its end also ends a thread that waits for a request.
+        async with tasks.entered(lambda: closing(Mailbox(shared.address, name, request.timeout_s))) as mailbox:
             asked = await asyncio.to_thread(mailbox.request, request.timeout_s)
             if asked is None:
                 raise DeadlineExceeded(
@@ -71,7 +74,7 @@ async def pull(request: PullWeightsReq, update: Update) -> DistributedUpdateWeig
                 )
             check_request(asked)
             output = await update(asked, shared)
-            with contextlib.suppress(ReshardError):  # the outcome holds, even if the other server has ended since
+            with suppress(ReshardError):  # the outcome holds, even if the other server has ended since
                 await asyncio.to_thread(mailbox.answer, output)
             return output
     except (Aborted, ConnectionLost) as error:
@@ -130,24 +133,3 @@ async def _answer(request: PullWeightsReq, content: bytes) -> tuple[int, bytes]:
                 if len(body) > _MAX_ANSWER_BYTES:
                     break
             return answer.status_code, body[:_MAX_ANSWER_BYTES]
-
-
-@contextlib.asynccontextmanager
-async def _mailbox(shared: SharedWeights, timeout_s: float) -> AsyncIterator[Mailbox]:
-    """Joins the session of a server that shares, and leaves it, also if this is cancelled while it joins."""
-    name = f"{socket.gethostname()}-{os.getpid()}"
-    joining = asyncio.ensure_future(asyncio.to_thread(Mailbox, shared.address, name, timeout_s))
-    try:
-        mailbox = await asyncio.shield(joining)
-    except asyncio.CancelledError:
-        joining.add_done_callback(_leave)
-        raise
-    try:
-        yield mailbox
-    finally:
-        await asyncio.shield(asyncio.to_thread(mailbox.close))  # which ends a thread that waits for a request
-
-
-def _leave(joined: asyncio.Future[Mailbox]) -> None:
-    if not joined.cancelled() and joined.exception() is None:
-        asyncio.get_running_loop().run_in_executor(None, joined.result().close)

@@ -14,16 +14,30 @@ import os
 import secrets
 import shutil
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.extras.snapshots.delta_file import apply_delta
 from sglang_reshard.extras.snapshots.folders import Folder, LocalFolder, manifest
-from sglang_reshard.extras.snapshots.manifest import MANIFEST, Entry, Snapshot, encode, write_atomically
-from sglang_reshard.extras.snapshots.names import CACHE_MARK, DELTA
-from sglang_reshard.extras.snapshots.tensor_files import check_files, check_kinds, check_size
+from sglang_reshard.extras.snapshots.manifest import (
+    CACHE_MARK,
+    DELTA,
+    MANIFEST,
+    Entry,
+    Snapshot,
+    encode,
+    write_atomically,
+)
+from sglang_reshard.extras.snapshots.tensor_files import (
+    SAFETENSORS,
+    check_kinds,
+    check_size,
+    hash_of,
+    note_tensors,
+    read_table,
+)
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.regular_files import is_folder, lock
 
@@ -70,14 +84,14 @@ class Cache:
             present = self._found(entries)
             if present is not None and present.snapshot == newest and self._is_whole(present):
                 return present.path
-            chain = None if present is None else self._chain(folder, present.snapshot, newest, entries)
-            if present is not None and chain is not None and (copy := self._advanced(folder, chain, present.path)):
-                return copy
+            if present is not None and (chain := self._chain(folder, present.snapshot, newest, entries)):
+                base = present.path
+                try:
+                    return self._copied(newest, folder, lambda name, to: self._advance(folder, chain, name, base, to))
+                except Mismatch as error:
+                    logger.warning("%s; snapshot %s is read whole", error, newest.name)
             self._check_sizes(folder, newest)
-            with self._new_copy(newest, folder) as copy:
-                for name in newest.files:
-                    self._read_whole(folder, newest, name, copy)
-            return _finished(copy)
+            return self._copied(newest, folder, lambda name, to: self._read_whole(folder, newest, name, to))
         except OSError as error:
             raise ReshardError(f"snapshot {newest.name} cannot be stored in the cache {self.path}: {error}") from error
 
@@ -108,19 +122,21 @@ class Cache:
             elif path.name.startswith((_COPY, _UNFINISHED)):
                 shutil.rmtree(path)
 
-    @contextlib.contextmanager
-    def _new_copy(self, snapshot: Snapshot, folder: Folder) -> Iterator[Path]:
-        """Yields the folder of a new copy, which is then `_finished`.
+    def _copied(self, snapshot: Snapshot, folder: Folder, write: Callable[[str, Path], None]) -> Path:
+        """Returns a new copy. `write` makes a file of a name in a folder.
 
-        Raises Mismatch at its end, naming a file of `folder`, if the copy is damaged.
+        Raises Mismatch, naming a file of `folder`, if the copy is damaged.
         """
-        copy = self.path / f"{_UNFINISHED}{secrets.token_hex(8)}"
+        token = secrets.token_hex(8)
+        copy, finished = self.path / f"{_UNFINISHED}{token}", self.path / f"{_COPY}{token}"
         copy.mkdir()
         try:
-            yield copy
+            for name in snapshot.files:
+                write(name, copy)
             self._check(snapshot, folder, copy)
             write_atomically(copy / MANIFEST, encode(snapshot))
-            os.rename(copy, _finished(copy))
+            os.rename(copy, finished)
+            return finished
         except BaseException:
             shutil.rmtree(copy, ignore_errors=True)
             raise
@@ -153,20 +169,8 @@ class Cache:
         needed = sum(f.nbytes if f.delta_bytes is None else f.delta_bytes for s in chain for f in s.files.values())
         return chain[::-1] if newest.files.keys() <= present.files.keys() and needed < whole else None
 
-    def _advanced(self, folder: Folder, chain: Sequence[Snapshot], base: Path) -> Path | None:
-        """Makes a copy along a chain of snapshots from the copy `base`. Returns it; None if that has failed."""
-        newest = chain[-1]
-        try:
-            with self._new_copy(newest, folder) as copy:
-                for name in newest.files:
-                    self._advance(folder, chain, name, base, copy)
-        except Mismatch as error:
-            logger.warning("%s; snapshot %s is read whole", error, newest.name)
-            return None
-        return _finished(copy)
-
     def _advance(self, folder: Folder, chain: Sequence[Snapshot], name: str, base: Path, copy: Path) -> None:
-        """Makes one file of `copy`: of its last whole version, by the deltas since."""
+        """Makes one file of `copy`, from the copy `base`: of its last whole version, by the deltas since."""
         steps = [step for step in chain if name in step.files]
         whole = max((n for n, step in enumerate(steps) if step.files[name].delta_bytes is None), default=-1)
         if whole >= 0:
@@ -203,9 +207,19 @@ class Cache:
                 nbytes -= len(part)
 
     def _check(self, snapshot: Snapshot, folder: Folder, copy: Path) -> None:
-        """Raises Mismatch, naming a file of the snapshot, unless the copy is that snapshot."""
-        files = LocalFolder(copy)
-        check_files(lambda name: files.open("", name), snapshot, lambda name: folder.where(snapshot.name, name))
+        """Raises Mismatch, naming a file of the snapshot, unless the copy is that snapshot, and can be read."""
+        files, of_tensor = LocalFolder(copy), dict[str, str]()
+        for name, file in snapshot.files.items():
+            where = folder.where(snapshot.name, name)
+            with files.open("", name) as (opened, nbytes):
+                check_size(nbytes, file, where)
+                if name.endswith(SAFETENSORS):
+                    note_tensors(of_tensor, read_table(opened, nbytes, where), name, where)
+                    opened.seek(0)
+                if hash_of(opened, nbytes) != file.sha256:
+                    raise Mismatch(
+                        f"{where} does not have the SHA-256 that the manifest of snapshot {snapshot.name} lists"
+                    )
 
     def _is_whole(self, copy: _Copy) -> bool:
         """Returns whether a copy is undamaged."""
@@ -229,11 +243,6 @@ class Cache:
                 f"{self.path} has {free} bytes free, but snapshot {snapshot.name} needs {needed}; free space, or use "
                 "another cache folder"
             )
-
-
-def _finished(copy: Path) -> Path:
-    """Returns the name that a copy gets once it is whole."""
-    return copy.with_name(copy.name.replace(_UNFINISHED, _COPY, 1))
 
 
 def _claim(path: Path) -> int:

@@ -14,15 +14,17 @@ from typing import Any, BinaryIO, Protocol
 
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.extras.snapshots.manifest import (
+    LIST,
     LIST_BYTES,
+    MANIFEST,
     MANIFEST_BYTES,
     Entry,
     Snapshot,
     SnapshotList,
     decode_list,
     decode_snapshot,
+    is_snapshot_name,
 )
-from sglang_reshard.extras.snapshots.names import LIST, MANIFEST, check_snapshot_name
 from sglang_reshard.nearest import nearest
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.regular_files import FOLDER_FLAGS, open_regular
@@ -132,7 +134,7 @@ class LocalFolder:
 
     def names(self) -> tuple[str, ...]:
         with _told(str(self._root)), os.scandir(self._root) as found:
-            return tuple(e.name for e in found if e.is_dir(follow_symlinks=False) and _is_name(e.name))
+            return tuple(e.name for e in found if e.is_dir(follow_symlinks=False) and is_snapshot_name(e.name))
 
 
 class StoredFolder:
@@ -158,7 +160,7 @@ class StoredFolder:
     def names(self) -> tuple[str, ...]:
         with _told(self._root):
             found = [entry["name"].rstrip("/").rpartition("/")[2] for entry in self._files.ls(self._root, detail=True)]
-            return tuple(name for name in found if _is_name(name))
+            return tuple(name for name in found if is_snapshot_name(name))
 
 
 def folder_of(url: str | Path) -> Folder:
@@ -191,14 +193,6 @@ def file_system(url: str | Path) -> tuple[Any, str]:
         known = fsspec.available_protocols()
         raise Unsupported(f"{given} cannot be read: {error}{nearest(given.partition('://')[0], known)}") from error
     return files, root
-
-
-def _is_name(name: str) -> bool:
-    try:
-        check_snapshot_name(name)
-    except Mismatch:
-        return False
-    return True
 
 
 @contextlib.contextmanager

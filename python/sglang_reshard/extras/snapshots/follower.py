@@ -32,8 +32,7 @@ from sglang_reshard.errors import (
 )
 from sglang_reshard.extras.snapshots.cache import Cache
 from sglang_reshard.extras.snapshots.folders import LocalFolder, folder_of, listed, manifest
-from sglang_reshard.extras.snapshots.manifest import Entry
-from sglang_reshard.extras.snapshots.names import LIST
+from sglang_reshard.extras.snapshots.manifest import LIST, Entry
 from sglang_reshard.nearest import check_names
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import LoadGiven
@@ -88,7 +87,7 @@ class SnapshotFollower:
         self._engine, self._cache = engine, None if cache is None else Cache(cache)
         self._allow_rollback = allow_rollback
         self._refused: dict[Entry, _Refused] = {}
-        self._told: dict[str, str] = {}  # what was told last of the list, and of what the server holds
+        self._told = ""  # what was told last of the weights that the server holds
         self.read_bytes = self.listed = 0
 
     @property
@@ -140,7 +139,7 @@ class SnapshotFollower:
                 continue
             self._refused.pop(entry, None)
             if not loaded.success:  # the server has got later weights meanwhile
-                self._tell("held", loaded.message)
+                self._tell(loaded.message)
                 return None
             if self._cache is None:
                 self.read_bytes = loaded.read_bytes
@@ -161,7 +160,6 @@ class SnapshotFollower:
             if later and not self._allow_rollback:
                 if entry == entries[-1]:
                     self._tell(
-                        "held",
                         f"{self._engine.url} holds version {info.version!r}, which is not older than snapshot "
                         f"{entry.name!r}, the newest in the folder. Pass allow_rollback (--allow-rollback) to load the "
                         "snapshot",
@@ -189,10 +187,10 @@ class SnapshotFollower:
         pause_s = _PAUSE_S if before is None else min(2 * before.pause_s, _LONGEST_PAUSE_S)
         self._refused[entry] = _Refused(error, pause_s, time.monotonic() + pause_s)
 
-    def _tell(self, what: str, message: str) -> None:
-        if self._told.get(what) != message:
+    def _tell(self, message: str) -> None:
+        if self._told != message:
             logger.warning("%s", message)
-        self._told[what] = message
+        self._told = message
 
 
 def _is_live(entry: Entry, info: WeightsInfo) -> bool:

@@ -4,7 +4,7 @@ Only the list defines the published snapshots and their order. Every snapshot ha
 greater than those of all before it, see `protocol.publication`; times of files mean nothing.
 
 Both files may come from anybody: `decode_snapshot` and `decode_list` take bytes of a bounded size, and check every
-field.
+field. A name in them is one component of a path.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.extras.snapshots.names import DELTA, LIST, MANIFEST, check_file_name, check_snapshot_name
 from sglang_reshard.protocol.publication import MOST_PUBLICATION
 
-__all__ = ["DELTA", "LIST", "MANIFEST"]
+LATEST = "latest"
+MANIFEST, LIST = "snapshot.json", "snapshots.json"
+CACHE_MARK = ".sglang-reshard-cache"  # in a cache, whose other files may be deleted
+DELTA = ".delta"  # suffix of what has changed of a file since the snapshot before
+
+_NAME_BYTES = 255  # of one component, on every file system
+_ROOM = len(".") + len(".partial")  # around a snapshot's name, while it is written
+PATTERNS = frozenset("*?[]")  # an object store's client expands them
 
 MANIFEST_BYTES, LIST_BYTES = 16 << 20, 4 << 20  # at most
 SUM_DIGITS = 16  # of a checksum in a manifest
@@ -179,3 +185,29 @@ def sha256_of(path: Path) -> str:
         while part := opened.read(_PART):
             found.update(part)
     return found.hexdigest()
+
+
+def is_snapshot_name(name: str) -> bool:
+    is_own = name.startswith(".") or name in (LATEST, LIST)
+    return _is_component(name, _NAME_BYTES - _ROOM) and not is_own and PATTERNS.isdisjoint(name)
+
+
+def check_snapshot_name(name: str, where: str = "") -> None:
+    """Raises Mismatch unless this can be the name of a snapshot. where: the file that has it, if one does"""
+    if not is_snapshot_name(name):
+        raise Mismatch(
+            f"{where}{': ' if where else ''}{name[:_NAME_BYTES]!r} cannot be the name of a snapshot: pass a valid "
+            f"folder name of at most {_NAME_BYTES - _ROOM} bytes, without a leading dot and without any of / \\ * ? [ ]"
+        )
+
+
+def check_file_name(name: str, where: str) -> None:
+    """Raises Mismatch unless this can be the name of a file of the snapshot that `where` describes."""
+    if not _is_component(name, _NAME_BYTES - len(DELTA)) or name in (MANIFEST, CACHE_MARK):
+        raise Mismatch(f"{where} lists {name[:_NAME_BYTES]!r}, which cannot be the name of a file in a snapshot")
+
+
+def _is_component(name: str, most_bytes: int) -> bool:
+    if not name or name in (".", "..") or "/" in name or "\\" in name or not name.isprintable():
+        return False
+    return len(name.encode(errors="replace")) <= most_bytes

@@ -17,7 +17,7 @@ from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import EngineUnreachable, Unsupported
 from sglang_reshard.extras.asynchronous.background import UpdateHandle
-from sglang_reshard.extras.snapshots.names import check_snapshot_name
+from sglang_reshard.extras.snapshots.manifest import check_snapshot_name
 from sglang_reshard.extras.snapshots.writer import SnapshotOptions, SnapshotReport, SnapshotWriter
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.sources import NamedTensors, TrainerState

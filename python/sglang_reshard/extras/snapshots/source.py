@@ -1,9 +1,14 @@
-"""Describes a snapshot on this host as the source of an update: engine ranks read its files by the route `disk`."""
+"""Describes a snapshot on this host as the source of an update: engine ranks read its files by the route `disk`.
+
+source = open_snapshot(path, entry)
+with served(source, asked, staged=False) as request:    # a session that this process hosts, in place of a trainer
+"""
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +20,14 @@ from sglang_reshard.extras.snapshots.manifest import SUM_DIGITS, Entry
 from sglang_reshard.extras.snapshots.tensor_files import SAFETENSORS, check_kinds, check_size, note_tensors, read_table
 from sglang_reshard.layout.names import ignored_remark, matches_any
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
-from sglang_reshard.routes.disk.messages import DiskFile, DiskFiles
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, LoadSnapshotReq
+from sglang_reshard.protocol.session import LOOPBACK, Session
+from sglang_reshard.protocol.validation import check_request
+from sglang_reshard.routes.disk.messages import DiskFile, DiskFiles, put_files
 from sglang_reshard.trainer.tied_heads import heads
+from sglang_reshard.version import PROTOCOL, __version__
+
+_UPDATE = 1  # the only one of a session
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +112,47 @@ def _judged(layout: SourceLayout, files: DiskFiles) -> tuple[tuple[str, ...], di
         else:
             apart[head.name] = f"snapshot {files.snapshot}: {head.name} differs from {of.name}"
     return tuple(equal), apart
+
+
+@contextmanager
+def served(
+    source: SnapshotSource, asked: LoadSnapshotReq, *, staged: bool, interface: str = LOOPBACK
+) -> Iterator[DistributedUpdateWeightsReq]:
+    """Yields the request of an update that brings the snapshot. The end of the block ends the update.
+
+    interface  address of this host at which all engine ranks reach it
+
+    Raises Mismatch for options that are invalid.
+    """
+    session = Session.host(interface, asked.timeout_s)
+    try:
+        layout = session.put(source.layout)
+        put_files(session, source.files)
+        request = DistributedUpdateWeightsReq(
+            address=session.address,
+            update=_UPDATE,
+            layout=layout,
+            handles=("",),
+            trainer_hosts=("",),  # no memory of any host
+            weight_version=asked.version,
+            transport="disk",
+            bucket_bytes=asked.bucket_bytes,
+            timeout_s=asked.timeout_s,
+            flush_cache=asked.flush_cache,
+            abort_all_requests=asked.abort_all_requests,
+            ignore=(*asked.ignore, *source.equal),
+            apart=source.apart,
+            frozen=asked.frozen,
+            only=asked.only,
+            verify="full",
+            staged=staged,
+            draft=asked.draft,
+            publication=asked.publication,
+            package_version=__version__,
+            protocol=PROTOCOL,
+        )
+        check_request(request)
+        with session.trainer_channel(_UPDATE, f"the server that loads snapshot {asked.version}"):
+            yield request
+    finally:
+        session.end(1)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Annotated, BinaryIO, NamedTuple
 
 import msgspec
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.extras.snapshots.manifest import Snapshot, SnapshotFile
-from sglang_reshard.extras.snapshots.names import MANIFEST
+from sglang_reshard.extras.snapshots.manifest import MANIFEST, Snapshot, SnapshotFile
 from sglang_reshard.layout.checkpoint_headers import DTYPES
 from sglang_reshard.layout.regions import TensorSpec
 
@@ -29,7 +27,6 @@ _PART = 1 << 24
 METADATA = "__metadata__"  # in a table of tensors, and the name of none
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
-Open = Callable[[str], AbstractContextManager[tuple[BinaryIO, int]]]
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -48,26 +45,6 @@ class Table(NamedTuple):
     tensors: tuple[tuple[TensorSpec, int], ...]
     nbytes: int
     sha256: str
-
-
-def check_files(open_file: Open, snapshot: Snapshot, where: Callable[[str], str]) -> None:
-    """Raises Mismatch, naming a file, unless all are those of the snapshot, and its tensors can be read.
-
-    open_file  opens a file of it for reading, with its bytes
-    where      what errors call a file
-    """
-    check_kinds(snapshot, where)
-    of_tensor: dict[str, str] = {}
-    for name, file in snapshot.files.items():
-        with open_file(name) as (opened, nbytes):
-            check_size(nbytes, file, where(name))
-            if name.endswith(SAFETENSORS):
-                note_tensors(of_tensor, read_table(opened, nbytes, where(name)), name, where(name))
-                opened.seek(0)
-            if hash_of(opened, nbytes) != file.sha256:
-                raise Mismatch(
-                    f"{where(name)} does not have the SHA-256 that the manifest of snapshot {snapshot.name} lists"
-                )
 
 
 def note_tensors(of_tensor: dict[str, str], table: Table, file: str, where: str) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 
 from sglang_reshard.errors import DeadlineExceeded, Mismatch, Unsupported
 from sglang_reshard.extras.snapshots.folders import StoredFolder, entry_of, file_system, listed_or_found
-from sglang_reshard.extras.snapshots.manifest import LIST, Entry, SnapshotList, encode
-from sglang_reshard.extras.snapshots.names import PATTERNS
+from sglang_reshard.extras.snapshots.manifest import LIST, PATTERNS, Entry, SnapshotList, encode
 from sglang_reshard.observability.logs import get_logger
 
 logger = get_logger(__name__)

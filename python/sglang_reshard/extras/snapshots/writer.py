@@ -25,8 +25,7 @@ from typing import Any, TypedDict
 import torch
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.extras.snapshots.manifest import DELTA, Entry, SnapshotFile
-from sglang_reshard.extras.snapshots.names import check_snapshot_name
+from sglang_reshard.extras.snapshots.manifest import DELTA, Entry, SnapshotFile, check_snapshot_name
 from sglang_reshard.extras.snapshots.upload import SnapshotStore
 from sglang_reshard.extras.snapshots.writer_files import DEFAULT_FILE_BYTES, FLOATING_POINT, SnapshotFiles, write_boxes
 from sglang_reshard.extras.snapshots.writer_folder import SnapshotFolder

@@ -24,15 +24,20 @@ from pathlib import Path
 from sglang_reshard.errors import DeadlineExceeded, Mismatch
 from sglang_reshard.extras.snapshots.folders import LocalFolder, entry_of, listed, listed_or_found, manifest
 from sglang_reshard.extras.snapshots.manifest import (
+    DELTA,
+    LATEST,
+    LIST,
+    MANIFEST,
     Entry,
     Snapshot,
     SnapshotFile,
     SnapshotList,
+    check_file_name,
+    check_snapshot_name,
     encode,
     sha256_of,
     write_atomically,
 )
-from sglang_reshard.extras.snapshots.names import DELTA, LATEST, LIST, MANIFEST, check_file_name, check_snapshot_name
 from sglang_reshard.extras.snapshots.tensor_files import INDEX, WEIGHTS
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.publication import MOST_PUBLICATION, next_publication
@@ -137,7 +142,10 @@ class SnapshotFolder:
                 self._write(after)
             except BaseException:
                 if not self._is_listed(entry):
-                    self._take_back()
+                    with self._later(f"the next snapshot will delete {self.final}"):
+                        if os.path.lexists(self.final) and not os.path.lexists(self.partial):
+                            os.rename(self.final, self.partial)
+                        self._settled()
                     raise
                 logger.warning(
                     "snapshot %s is published, but syncing it to disk failed; it may not survive a crash of the host",
@@ -235,13 +243,6 @@ class SnapshotFolder:
         except OSError:
             self._check_free()  # where nobody can lock, another writer may have been first
             raise
-
-    def _take_back(self) -> None:
-        with self._later(f"the next snapshot will delete {self.final}"):
-            if os.path.lexists(self.final) and not os.path.lexists(self.partial):
-                os.rename(self.final, self.partial)
-            found = self._found()
-            self._write(SnapshotList.of(found.entries(), [name for name in found.unsettled if name != self._name]))
 
     def _write(self, found: SnapshotList) -> None:
         write_atomically(self._folder / LIST, encode(found))

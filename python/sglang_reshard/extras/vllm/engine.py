@@ -9,7 +9,7 @@ EXTENSION is the path of the class in `worker`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from sglang_reshard.errors import Unsupported
@@ -34,14 +34,10 @@ def send_to(llm: Any) -> Callable[[DistributedUpdateWeightsReq], DistributedUpda
         if request.flush_cache == "by_version":
             raise Unsupported("vLLM's prefix cache has no versions: pass flush_cache=True or False")
         answers = llm.collective_rpc(_METHOD, args=(encode(request),))
-        output = _together([decode(answer, DistributedUpdateWeightsOutput) for answer in answers])
+        outputs = [decode(answer, DistributedUpdateWeightsOutput) for answer in answers]
+        output = min(outputs, key=lambda o: (not o.torn, o.success))  # the worst; that of rank 0 if all have succeeded
         if request.flush_cache and (output.success or output.torn):
             llm.reset_prefix_cache()
         return output
 
     return send
-
-
-def _together(outputs: Sequence[DistributedUpdateWeightsOutput]) -> DistributedUpdateWeightsOutput:
-    """Returns the worst of the workers' outputs; that of rank 0 if all have succeeded."""
-    return min(outputs, key=lambda output: (not output.torn, output.success))

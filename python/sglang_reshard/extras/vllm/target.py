@@ -20,9 +20,5 @@ class VLLMModel(TracedModel):
     def program(self, specs: Sequence[TensorSpec], may_stay: MayStay) -> Program:
         program = super().program(specs, replace(may_stay, frozen=(*may_stay.frozen, *_SCALES)))
         # The report lists what the trainer allowed to stay.
-        kept = tuple(name for name in program.kept if may_stay(name) or not _is_scale(name))
+        kept = tuple(name for name in program.kept if may_stay(name) or not matches_any(name, _SCALES))
         return replace(program, kept=kept)
-
-
-def _is_scale(name: str) -> bool:
-    return matches_any(name, _SCALES)

@@ -1,9 +1,9 @@
 """Broadcasts whole shards, bucket by bucket, to groups of engine ranks; each slices out the elements it lacks.
 
 A group's leader reads a trainer rank's shards and packs them into a bucket. All views (of shards, buckets and
-parameters) are made at construction; an update is one `CopyList` to pack a bucket, a broadcast, and one to unpack it.
-Two buffers alternate: while one is broadcast, the next bucket is packed into the other
-after the previous one has been unpacked from it.
+parameters) are made once; an update is one `CopyList` to pack a bucket, a broadcast, and one to unpack it. Two buffers
+alternate: while one is broadcast, the next bucket is packed into the other after the previous one has been unpacked
+from it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
-from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting, Reads
-from sglang_reshard.routes.broadcast.communicators import BroadcastCommunicators
+from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.broadcast.plan import BroadcastPlan, BroadcastStrategy, Bucket
 from sglang_reshard.routes.ipc import DirectReads, read_targets
 from sglang_reshard.routes.strategy import Strategy
-from sglang_reshard.routes.wire.communicator import Communicator, PendingOps
-from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
+from sglang_reshard.routes.wire.communicator import Communicator, Communicators, backend_of
+from sglang_reshard.routes.wire.rounds import BUCKETS, Wait, run_rounds
 
 if TYPE_CHECKING:
     from sglang_reshard.trace.program import Copy, Program
@@ -41,70 +41,80 @@ class _BucketOps(NamedTuple):
     unpack: CopyList
 
 
-class Broadcasts:
-    """One engine rank's part. Construction is collective: members connect their groups in the plan's order.
+class BroadcastEngineEnd(EngineEnd):
+    """One engine rank's part. No trainer rank takes part: leaders read mapped memory."""
 
-    traffic      of each update
-    extra_bytes  of its buckets and tables
-    """
+    def __init__(self, side: EngineSide, strategy: Strategy) -> None:
+        assert isinstance(strategy, BroadcastStrategy)
+        self._side, self._plan = side, strategy.broadcasts
+        self._ops: list[_BucketOps] = []
 
-    def __init__(self, reads: Reads, plan: BroadcastPlan, groups: BroadcastCommunicators) -> None:
+    def connect(self, meeting: Meeting) -> None:
+        reads, session = self._side.reads, meeting.session
+        members = list(dict.fromkeys(group.members for group in self._plan.groups))
+        self.connections = groups = Communicators(
+            members,
+            peer_id=reads.engine_rank,
+            trainer_ranks=0,
+            backend=backend_of(reads.device),
+            device=reads.device,
+            timeout_s=reads.timeout_s,
+        )
+        # Named by the update, so that all ranks use the same name and none that an aborted update left behind.
+        store = session.store(self._side.engine, reads.timeout_s, meeting.scope)
+        groups.connect(dist.PrefixStore(f"broadcast/{meeting.update}", store), address=session.local_address)
+        byte = torch.zeros(1, dtype=torch.uint8, device=reads.device)
+        for own in members:
+            if reads.engine_rank in own:
+                groups.get(own).broadcast(byte, own[0]).wait()  # NCCL connects GPUs when they are first used
+        self.prepare(groups)
+
+    def prepare(self, groups: Communicators) -> None:
+        """Makes all views and buffers."""
+        reads, plan = self._side.reads, self._plan
         engine_rank = reads.engine_rank
         own = [bucket for bucket in plan.buckets if engine_rank in plan.groups[bucket.group].members]
         largest = max((bucket.nbytes for bucket in own), default=0)
         buffers = [torch.empty(largest, dtype=torch.uint8, device=reads.device) for _ in own[:BUCKETS]]
-        self.extra_bytes = sum(b.numel() for b in buffers)
         mask = plan.direct_reads[engine_rank][reads.read_plan.shards(reads.tensor_index)]
         direct = np.flatnonzero(mask).tolist()  # of shards that no other rank needs
         if reads.program.arrivals:
             written = targets_by_bucket(reads.tensor_index, reads.program, plan, own)
             reads.landing.place(written, read_targets(reads.read_plan, direct))
         self._direct = DirectReads(reads, direct)
-        self.extra_bytes += self._direct.extra_bytes
+        self.nbytes = sum(b.numel() for b in buffers) + self._direct.extra_bytes
         self._read_bytes = dict(self._direct.read_bytes)
         self._received_bytes = sum(self._read_bytes.values())
-        for group in plan.groups:
-            if engine_rank in group.members:
-                groups.get(group.members)
         copies_of: dict[str, list[Copy]] = {}
         for copy in reads.program.copies:
             copies_of.setdefault(copy.source, []).append(copy)
-        self._ops = [
-            self._bucket_ops(reads, plan, groups, copies_of, bucket, buffers[i % BUCKETS])
-            for i, bucket in enumerate(own)
-        ]
+        self._ops = [self._bucket_ops(groups, copies_of, bucket, buffers[i % BUCKETS]) for i, bucket in enumerate(own)]
         self.traffic = Traffic(self._received_bytes, self._read_bytes)
 
-    def move(self) -> None:
+    def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         """Raises as `PendingOps.wait` does."""
         self._direct.run()
         run_rounds(len(self._ops), self._broadcast, self._unpack)
         self._direct.finish_from(len(self._ops))
 
-    def _broadcast(self, turn: int) -> PendingOps:
+    def _broadcast(self, turn: int) -> Wait:
         ops = self._ops[turn]
         if ops.pack is not None:
             ops.pack.run()
-        return ops.communicator.broadcast(ops.buffer, ops.root)
+        return ops.communicator.broadcast(ops.buffer, ops.root).wait
 
     def _unpack(self, turn: int) -> None:
         self._ops[turn].unpack.run()
         self._direct.finish(turn)
 
     def _bucket_ops(
-        self,
-        reads: Reads,
-        plan: BroadcastPlan,
-        groups: BroadcastCommunicators,
-        copies_of: dict[str, list[Copy]],
-        bucket: Bucket,
-        buffer: torch.Tensor,
+        self, groups: Communicators, copies_of: dict[str, list[Copy]], bucket: Bucket, buffer: torch.Tensor
     ) -> _BucketOps:
-        group = plan.groups[bucket.group]
+        reads, group = self._side.reads, self._plan.groups[bucket.group]
         tensor_index, leads = reads.tensor_index, group.leader == reads.engine_rank
         pack, unpack = CopyList(), CopyList()
         payload_bytes = 0
-        for segment in plan.bucket_segments(tensor_index, bucket):
+        for segment in self._plan.bucket_segments(tensor_index, bucket):
             tensor = int(tensor_index.tensor_of(segment.shard))
             tensor_class = tensor_index.tensor_class(tensor)
             dtype = getattr(torch, tensor_class.dtype)
@@ -118,43 +128,12 @@ class Broadcasts:
             payload_bytes += nbytes
         for copies in (pack, unpack):
             copies.build()
-            self.extra_bytes += copies.table_bytes
+            self.nbytes += copies.table_bytes
         self._received_bytes += payload_bytes
         if leads:
             self._read_bytes[group.trainer_rank] = self._read_bytes.get(group.trainer_rank, 0) + payload_bytes
         communicator = groups.get(group.members)
         return _BucketOps(communicator, group.leader, buffer[: bucket.nbytes], pack if leads else None, unpack)
-
-
-class BroadcastEngineEnd(EngineEnd):
-    """Connects one engine rank to its groups. No trainer rank takes part: leaders read mapped memory."""
-
-    def __init__(self, side: EngineSide, strategy: Strategy) -> None:
-        assert isinstance(strategy, BroadcastStrategy)
-        self._side, self._plan = side, strategy.broadcasts
-        self._broadcasts: Broadcasts | None = None
-
-    def connect(self, meeting: Meeting) -> None:
-        reads, session = self._side.reads, meeting.session
-        # Named by the update, so that all ranks use the same name and none that an aborted update left behind.
-        own = {group.members for group in self._plan.groups if reads.engine_rank in group.members}
-        groups = BroadcastCommunicators(
-            reads.engine_rank, reads.device, reads.timeout_s, epoch=meeting.update, at_once=max(1, len(own))
-        )
-        self.connections = groups
-        store = session.store(self._side.engine, reads.timeout_s, meeting.scope)
-        groups.use_store(store, session.local_address)
-        self._broadcasts = Broadcasts(reads, self._plan, groups)
-        self.nbytes = self._broadcasts.extra_bytes
-
-    @property
-    def traffic(self) -> Traffic:
-        assert self._broadcasts is not None
-        return self._broadcasts.traffic
-
-    def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
-        assert self._broadcasts is not None
-        self._broadcasts.move()
 
 
 def targets_by_bucket(

@@ -24,6 +24,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from sglang_reshard.layout.regions import aligned
+
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
 BLOCK = 1 << 16  # units
 _HALF = BLOCK // 2
@@ -47,12 +49,12 @@ class Encoded(NamedTuple):
     def index_bytes(self, units: int) -> int:
         """Returns the bytes of the index of a message of `units`."""
         if self.kind is Kind.POSITIONS:
-            return _counts_bytes(units) + _aligned(2 * self.changed)
+            return _counts_bytes(units) + aligned(2 * self.changed, ALIGN_BYTES)
         return index_room(units) if self.kind is Kind.MASK else 0
 
     def value_bytes(self, units: int, unit_bytes: int) -> int:
         """Returns the bytes of the values of a message of `units`."""
-        return _aligned(self.values(units) * unit_bytes)
+        return aligned(self.values(units) * unit_bytes, ALIGN_BYTES)
 
     def payload_bytes(self, units: int, unit_bytes: int) -> int:
         """Returns the bytes of the index and the values of a message of `units`."""
@@ -93,7 +95,7 @@ def blocks_of(units: int) -> int:
 
 def index_room(units: int) -> int:
     """Returns the bytes that the index of a message of `units` takes at most: a bit for each."""
-    return _aligned(-(-units // 8))
+    return aligned(-(-units // 8), ALIGN_BYTES)
 
 
 def encode(
@@ -159,7 +161,7 @@ def _values(encoded: Encoded, units: int, unit_bytes: int, values: torch.Tensor)
 
 
 def _counts_bytes(units: int) -> int:
-    return _aligned(4 * blocks_of(units))
+    return aligned(4 * blocks_of(units), ALIGN_BYTES)
 
 
 def _differs(values: torch.Tensor, known: torch.Tensor) -> np.ndarray | torch.Tensor:
@@ -191,10 +193,6 @@ def _unpacked(bits: torch.Tensor, units: int) -> np.ndarray | torch.Tensor:
     bits = bits[: -(-units // 8)]
     flags = bits[:, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
     return flags.view(-1)[:units].bool()
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def cut_pieces(payloads: Sequence[int], most: int) -> list[range]:

@@ -6,10 +6,9 @@ import msgspec
 import torch
 
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.observability.report import Traffic
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, encode
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.routes.base import AroundEnd, Ask, EngineEnd, EngineSide, Meeting, Reads
+from sglang_reshard.routes.base import AroundEnd, Ask, EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.delta.incoming import Incoming, NixlReads, P2pReceives
 from sglang_reshard.routes.delta.offer import DeltaAsk, Sections, moves_less, offered_sections
 from sglang_reshard.routes.delta.target import DeltaTarget
@@ -35,7 +34,6 @@ class DeltaEngineEnd(AroundEnd):
             wire.keep_dtypes(can_apply=self._can_apply)
         self._target: DeltaTarget | None = None  # made for the first offer
         self._offered: Sections = {}  # to this rank, in the last request
-        self._taken = False
 
     def ask(self, session: Session) -> Ask | None:
         asked, wire = self.inner.ask(session), self._wire
@@ -49,24 +47,25 @@ class DeltaEngineEnd(AroundEnd):
         self.inner.connect(meeting)
         self._count()
 
-    @property
-    def traffic(self) -> Traffic:
-        if self._target is None or not self._taken:
-            return self.inner.traffic
-        return msgspec.structs.replace(self._target.traffic, detour=self.inner.traffic.detour)
-
     def accepts(self, request: DistributedUpdateWeightsReq) -> bool:
         wire = self._wire
         if wire is None or not self._can_apply:
             return False
         offered = offered_sections(request)
         self._offered = offered.get(self._side.engine_rank, {})
-        if not moves_less(offered) or not _can_receive(wire, self._offered):
+        # Messages that come as they are need reads of them, which other engines have in place of this one.
+        whole = [t for t, section in self._offered.items() if section.whole]
+        if not moves_less(offered) or (isinstance(wire, NixlEngineEnd) and not wire.streams.keys() >= set(whole)):
             return False
         try:
             if self._target is None:
                 reads, live = self._side.reads, self._side.live
-                self._target = DeltaTarget(reads, live, wire.round_bytes, _incoming(wire, reads))
+                incoming: Incoming
+                if isinstance(wire, NixlEngineEnd):
+                    incoming = NixlReads(wire.reader, reads, wire.streams)
+                else:
+                    incoming = P2pReceives(wire.communicators, reads, wire.round_bytes)
+                self._target = DeltaTarget(reads, live, wire.round_bytes, incoming)
             return self._target.is_base_of(self._offered)
         except torch.OutOfMemoryError as error:  # a full update needs less
             logger.warning(
@@ -85,12 +84,13 @@ class DeltaEngineEnd(AroundEnd):
         self._target.receive_indexes(self._offered)
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
-        self._taken = taken
         if not taken:
             self.inner.move(request, taken)
+            self.traffic = self.inner.traffic
             return
         assert self._target is not None, "accepted"
         self._target.move(self._offered)
+        self.traffic = msgspec.structs.replace(self._target.traffic, detour=self.inner.traffic.detour)
         self._count()
         self.inner.has_arrived(request)
 
@@ -100,16 +100,3 @@ class DeltaEngineEnd(AroundEnd):
 
     def _count(self) -> None:
         self.nbytes = self.inner.nbytes + (self._target.extra_bytes if self._target is not None else 0)
-
-
-def _can_receive(wire: P2pEngineEnd | NixlEngineEnd, sections: Sections) -> bool:
-    """Returns False where messages come as they are, and this rank has no reads of them: other engines have."""
-    if isinstance(wire, P2pEngineEnd):
-        return True
-    return all(t in wire.streams for t, section in sections.items() if section.whole)
-
-
-def _incoming(wire: P2pEngineEnd | NixlEngineEnd, reads: Reads) -> Incoming:
-    if isinstance(wire, NixlEngineEnd):
-        return NixlReads(wire.reader, reads, wire.streams)
-    return P2pReceives(wire.communicators, reads, wire.round_bytes)

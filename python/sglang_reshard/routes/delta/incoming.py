@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,9 +17,9 @@ from sglang_reshard.routes.delta.offer import Sections
 from sglang_reshard.routes.nixl.agent import memory_kind
 from sglang_reshard.routes.nixl.reader import NixlReader
 from sglang_reshard.routes.nixl.streams import Stream, read_streams
-from sglang_reshard.routes.p2p.communicators import P2pCommunicators
 from sglang_reshard.routes.p2p.links import Round, build_rounds, engine_links
-from sglang_reshard.routes.wire.rounds import Pending, run_rounds
+from sglang_reshard.routes.wire.communicator import Communicators
+from sglang_reshard.routes.wire.rounds import Wait, run_rounds
 
 _POLL_S = 1e-4
 
@@ -45,8 +46,8 @@ class Incoming:
     def begin(self, sections: Sections) -> None:
         """Raises Mismatch for sections that cannot arrive."""
 
-    def start(self, pieces: Sequence[PlacedPiece]) -> Pending:
-        """Starts the transit of pieces, at least one."""
+    def start(self, pieces: Sequence[PlacedPiece]) -> Wait:
+        """Starts the transit of pieces, at least one. Returns a call that waits for the end."""
         raise NotImplementedError
 
     def receive_whole(self, trainer_ranks: Sequence[int]) -> None:
@@ -60,14 +61,14 @@ class Incoming:
 class P2pReceives(Incoming):
     """Trainer ranks send them."""
 
-    def __init__(self, communicators: P2pCommunicators | None, reads: Reads, sizes: Mapping[int, int]) -> None:
+    def __init__(self, communicators: Communicators | None, reads: Reads, sizes: Mapping[int, int]) -> None:
         """`communicators`: None if all is read from mapped memory. `sizes`: bytes of a round, by trainer rank."""
         self._communicators, self._reads, self._sizes = communicators, reads, sizes
         self._whole: tuple[tuple[int, ...], list[Round]] = (), []
 
-    def start(self, pieces: Sequence[PlacedPiece]) -> Pending:
+    def start(self, pieces: Sequence[PlacedPiece]) -> Wait:
         assert self._communicators is not None, "a trainer rank sends"
-        return self._communicators.receive([(piece.trainer_rank, piece.buffer) for piece in pieces])
+        return self._communicators.receive([(piece.trainer_rank, piece.buffer) for piece in pieces]).wait
 
     def receive_whole(self, trainer_ranks: Sequence[int]) -> None:
         communicators, wanted = self._communicators, tuple(trainer_ranks)
@@ -78,9 +79,7 @@ class P2pReceives(Incoming):
             if wanted:
                 self._whole = wanted, self._build(wanted)
         rounds = self._whole[1]
-        run_rounds(
-            len(rounds), lambda number: communicators.receive(rounds[number][0]), lambda number: rounds[number][1].run()
-        )
+        run_rounds(len(rounds), lambda n: communicators.receive(rounds[n][0]).wait, lambda n: rounds[n][1].run())
 
     def _build(self, trainer_ranks: Sequence[int]) -> list[Round]:
         reads, sizes = self._reads, {t: self._sizes[t] for t in trainer_ranks}
@@ -115,7 +114,7 @@ class NixlReads(Incoming):
                 )
         self._sections = sections
 
-    def start(self, pieces: Sequence[PlacedPiece]) -> Pending:
+    def start(self, pieces: Sequence[PlacedPiece]) -> Wait:
         reads: list[tuple[str, list[Any]]] = []
         runtime().synchronize([self._device])  # what was there before may still be read; no stream orders these reads
         for piece in pieces:
@@ -125,7 +124,20 @@ class NixlReads(Incoming):
             local = np.array([[piece.buffer.data_ptr(), len(piece.buffer), gpu]])
             reads.append((peer, [self._reader.prepare(peer, (section.kind, remote), (kind, local))]))
             self._reader.start(*reads[-1])
-        return _PendingReads(self._reader, reads, self._rank, self._timeout_s)
+        return functools.partial(self._wait, reads)
+
+    def _wait(self, reads_of_peers: Sequence[tuple[str, list[Any]]]) -> None:
+        """Raises PeerDisconnected if a read fails, and DeadlineExceeded."""
+        deadline = time.monotonic() + self._timeout_s
+        for peer, reads in reads_of_peers:
+            while not self._reader.are_done(peer, reads):
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"engine rank {self._rank} could not finish reading from {peer} in time. Is that rank's "
+                        "process stopped, or its host unreachable?"
+                    )
+                time.sleep(_POLL_S)
+            self._reader.release(reads)
 
     def receive_whole(self, trainer_ranks: Sequence[int]) -> None:
         streams = [self._streams[trainer_rank] for trainer_rank in trainer_ranks]
@@ -135,23 +147,3 @@ class NixlReads(Incoming):
 
     def close(self) -> None:
         self._reader.close()
-
-
-class _PendingReads:
-    def __init__(
-        self, reader: NixlReader, reads: list[tuple[str, list[Any]]], engine_rank: int, timeout_s: float
-    ) -> None:
-        self._reader, self._reads, self._rank, self._timeout_s = reader, reads, engine_rank, timeout_s
-
-    def wait(self) -> None:
-        """Raises PeerDisconnected if a read fails, and DeadlineExceeded."""
-        deadline = time.monotonic() + self._timeout_s
-        for peer, reads in self._reads:
-            while not self._reader.are_done(peer, reads):
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(
-                        f"engine rank {self._rank} could not finish reading from {peer} in time. Is that rank's "
-                        "process stopped, or its host unreachable?"
-                    )
-                time.sleep(_POLL_S)
-            self._reader.release(reads)

@@ -9,6 +9,7 @@ import torch
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.landings.checked.coefficients import MODULUS
+from sglang_reshard.layout.regions import aligned
 from sglang_reshard.routes.delta.checks import is_sound, verdicts
 from sglang_reshard.routes.delta.encoding import Encoded, Kind, apply, encode
 from sglang_reshard.routes.delta.messages import (
@@ -24,8 +25,8 @@ from sglang_reshard.routes.delta.messages import (
 )
 from sglang_reshard.routes.delta.offer import PART
 from sglang_reshard.routes.nixl.source import allocate_readable
-from sglang_reshard.routes.p2p.communicators import P2pCommunicators
 from sglang_reshard.routes.p2p.links import P2pLink, packed_bytes
+from sglang_reshard.routes.wire.communicator import Communicators
 from sglang_reshard.routes.wire.rounds import run_rounds
 
 _ALIGN_BYTES = 64
@@ -55,7 +56,7 @@ class DeltaSource:
         self._round_bytes = round_bytes
         self._begin = [0]
         for nbytes in self._messages.nbytes:
-            self._begin.append(self._begin[-1] + -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES)
+            self._begin.append(self._begin[-1] + aligned(nbytes, _ALIGN_BYTES))
         self._table_bytes, self._values_begin = table_bytes(len(self._messages)), values_begin(self._messages)
         room = max(self._values_begin, self._table_bytes + self._begin[-1] // PART)
         self.section = (
@@ -177,7 +178,7 @@ class DeltaSource:
         return [self.section[piece.offset : piece.offset + piece.nbytes] for piece in pieces]
 
 
-def send_sections(sources: Mapping[int, DeltaSource], communicators: P2pCommunicators) -> None:
+def send_sections(sources: Mapping[int, DeltaSource], communicators: Communicators) -> None:
     """Sends the sections that were encoded last, by peer id, in rounds. Raises as `PendingOps.wait` does.
 
     No value is sent before all indexes: engine ranks wait for each other when they have these.
@@ -188,4 +189,4 @@ def send_sections(sources: Mapping[int, DeltaSource], communicators: P2pCommunic
     for of_peers in (indexes, values):
         count = max(map(len, of_peers.values()), default=0)
         rounds += [[(peer, own[n]) for peer, own in of_peers.items() if n < len(own)] for n in range(count)]
-    run_rounds(len(rounds), lambda number: communicators.send(rounds[number]))
+    run_rounds(len(rounds), lambda number: communicators.send(rounds[number]).wait)

@@ -130,7 +130,7 @@ class DeltaTarget:
         encoded_only = {t: m for t, m in self._written.items() if not sections[t].whole}
         tables = self._placed({t: Piece(0, table_bytes(len(m))) for t, m in encoded_only.items()}, self._rooms[0])
         if tables:
-            self._incoming.start(tables).wait()
+            self._incoming.start(tables)()
         found: dict[int, _Checked] = {}
         pieces: dict[int, list[Piece]] = {}
         received: dict[int, torch.Tensor] = {}

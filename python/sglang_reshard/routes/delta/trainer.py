@@ -48,9 +48,8 @@ class DeltaTrainerEnd(TrainerEnd):
         ask = command.asked(DeltaAsk)
         ask.links.check(side.layout.trainer_ranks)
         inner = Prepare(command.transfer, ask.inner, bytes(ask.asked), command.timeout_s)
-        self._rank, self._nixl, self._p2p = side.trainer_rank, None, None
-        if ask.inner == "p2p":
-            self._p2p = P2pTrainerEnd(side, inner)
+        self._rank, self._p2p = side.trainer_rank, P2pTrainerEnd(side, inner) if ask.inner == "p2p" else None
+        if self._p2p is not None:
             requests, device, read_from = self._p2p.requests, self._p2p.device, ""
         elif ask.inner == "nixl":
             requests, read_from = get_send_requests(side, ask.links), trainer_name(side.trainer_rank)
@@ -66,15 +65,13 @@ class DeltaTrainerEnd(TrainerEnd):
             self._sources = {
                 e: shared.get(side, request, sizes[e], device, read_from) for e, request in requests.items()
             }
-        if ask.inner == "nixl":
-            sections = [source.section for source in (self._sources or {}).values()]
-            self._nixl = NixlTrainerEnd(side, inner, sections)
-            self.writable_bytes, self.holds_pages = self._nixl.writable_bytes, self._nixl.holds_pages
+        sections = [source.section for source in (self._sources or {}).values()]
+        self._inner = self._p2p or NixlTrainerEnd(side, inner, sections)
+        self.writable_bytes, self.holds_pages = self._inner.writable_bytes, self._inner.holds_pages
         self._first_peer = side.layout.trainer_ranks
 
     def connect(self, meeting: Meeting) -> None:
-        if self._p2p is not None:
-            self._p2p.connect(meeting)
+        self._inner.connect(meeting)
 
     def offer(self, update: int) -> dict[int, bytes] | None:
         self._changed = {}
@@ -106,15 +103,12 @@ class DeltaTrainerEnd(TrainerEnd):
             self._sources = None
 
     def abort(self) -> None:
-        if self._p2p is not None:
-            self._p2p.abort()
+        self._inner.abort()
 
     def close(self) -> None:
-        for end in (self._p2p, self._nixl):
-            if end is not None:
-                end.close()
+        self._inner.close()
 
     def _section(self, source: DeltaSource, whole: bool) -> DeltaOffer:
         nbytes = source.message_bytes if whole else source.nbytes
-        place = () if self._nixl is None else self._nixl.place(source.section)
+        place = () if isinstance(self._inner, P2pTrainerEnd) else self._inner.place(source.section)
         return DeltaOffer(source.checksum, nbytes, source.message_bytes, whole, *place)

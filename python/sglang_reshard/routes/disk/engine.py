@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -36,7 +36,7 @@ from sglang_reshard.routes.p2p.links import destination_reads, destination_views
 from sglang_reshard.routes.p2p.messages import send_request
 from sglang_reshard.routes.read_link import ReadLink, ReadMessage
 from sglang_reshard.routes.strategy import Strategy
-from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
+from sglang_reshard.routes.wire.rounds import BUCKETS, Wait, run_rounds
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.geometry import contiguous_strides
 
@@ -57,15 +57,6 @@ class _Round:
     rows: np.ndarray
 
 
-class _Pending:
-    def __init__(self, futures: Sequence[Future[Any]]) -> None:
-        self._futures = futures
-
-    def wait(self) -> None:
-        for future in self._futures:
-            future.result()
-
-
 class DiskEngineEnd(EngineEnd):
     """Reads all that this rank lacks. It is used for one update: the next snapshot has other files."""
 
@@ -75,7 +66,6 @@ class DiskEngineEnd(EngineEnd):
         self._rounds: list[_Round] = []
         self._regions: list[tuple[int, Region]] = []  # tensor number and region of each read
         self._compared: np.ndarray | None = None  # the checksum of each read, once all ranks have compared them
-        self._traffic = Traffic()
 
     def connect(self, meeting: Meeting) -> None:
         reads = self._reads
@@ -93,10 +83,6 @@ class DiskEngineEnd(EngineEnd):
         self._prepare(link)
         if not reads.landing.holds_back:
             self._compare(self._read(live=False))
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._traffic
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         """Raises Mismatch, naming the tensors, if they are not what the snapshot's manifest lists."""
@@ -130,7 +116,7 @@ class DiskEngineEnd(EngineEnd):
         for numbers in destination_reads(plan, _SOURCE):
             copy, _, tensor = plan.read(numbers[0])
             self._regions.append((tensor, copy.region))
-        self._traffic = Traffic.of({_SOURCE: link.read_bytes} if link.read_bytes else {})
+        self.traffic = Traffic.of({_SOURCE: link.read_bytes} if link.read_bytes else {})
         count = min(BUCKETS, len(link.messages))
         buckets = [torch.empty(link.bucket_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
         self._rounds = [self._round(link, m, buckets[n % BUCKETS]) for n, m in enumerate(link.messages)]
@@ -162,8 +148,9 @@ class DiskEngineEnd(EngineEnd):
         """Reads all boxes, to where they belong if `live`. Returns uint64, the checksum of each read."""
         found, landing = np.zeros(len(self._regions), np.uint64), self._reads.landing
 
-        def start(number: int) -> _Pending:
-            return _Pending([pool.submit(self._opened.read_all, runs) for runs in _shares(self._rounds[number].runs)])
+        def start(number: int) -> Wait:
+            reads = [pool.submit(self._opened.read_all, runs) for runs in _shares(self._rounds[number].runs)]
+            return lambda: [read.result() for read in reads]
 
         def ended(number: int) -> None:
             of = self._rounds[number]
@@ -193,7 +180,7 @@ class DiskEngineEnd(EngineEnd):
         own, expected = {tensor for tensor, _ in self._regions}, self._files.tensor_sums()
         if wrong := [t for t in verdict.open if t in own and self._whole(t) != int(expected[t])]:
             raise self._differing(wrong)
-        self._traffic = msgspec.structs.replace(self._traffic, digest=with_kept(verdict.digest, self._meeting.kept))
+        self.traffic = msgspec.structs.replace(self.traffic, digest=with_kept(verdict.digest, self._meeting.kept))
 
     def _verdict(self, sums: Mapping[tuple[int, Region], int]) -> Verdict:
         """Returns what engine rank 0 finds when it compares the checksums of all. So each rank sends its own once."""

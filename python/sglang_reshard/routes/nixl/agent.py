@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from sglang_reshard.errors import Mismatch, PeerDisconnected, ReshardError, Unsupported
@@ -51,15 +50,17 @@ class NixlAgent:
 
     def __init__(self, owner: str) -> None:
         """`owner` names the rank in errors. Raises Unsupported without NIXL or its UCX backend."""
-        api = _nixl()
-        self._owner = owner
+        self._owner, self._lock = owner, threading.Lock()
+        self._open()
+
+    def _open(self) -> None:
+        api, owner = _nixl(), self._owner
         with self._errors("create its NIXL agent"):
             self._agent: Any = api.nixl_agent(f"{owner} {uuid.uuid4().hex}", api.nixl_agent_config(backends=["UCX"]))
         if "UCX" not in self._agent.backends:
             raise Unsupported(f"{owner}: NIXL has no UCX backend here; reinstall it: {INSTALL}")
-        self._lock = threading.Lock()
 
-    def register(self, memory: Iterable[tuple[str, int, int, int]]) -> list[Any]:
+    def register_ranges(self, memory: Iterable[tuple[str, int, int, int]]) -> list[Any]:
         """Registers (kind, address, bytes, GPU) ranges, so that they can be read or read into. Returns a handle."""
         of_kind: dict[str, list[tuple[int, int, int, str]]] = {}
         for kind, address, nbytes, gpu in memory:
@@ -80,55 +81,6 @@ class NixlAgent:
         with self._lock, self._errors("describe its registered memory"):
             found: bytes = self._agent.get_agent_metadata()
             return found
-
-    def add_peer(self, metadata: bytes, name: str) -> str:
-        """Makes the memory that another agent has described readable. Returns that agent's name."""
-        with self._errors(f"use the NIXL metadata of {name}"):
-            added = self._agent.add_remote_agent(metadata)
-        if not added:
-            raise Mismatch(f"{self._owner} cannot use the NIXL metadata of {name}. Do both have the same nixl version?")
-        return added.decode() if isinstance(added, bytes) else str(added)
-
-    def prepare_read(
-        self,
-        peer: str,
-        remote: tuple[str, np.ndarray],
-        local: tuple[str, np.ndarray],
-        name: str,
-    ) -> Any:
-        """Returns a read that can be started any number of times; it has (address, bytes, GPU) rows on either side."""
-        with self._errors(f"prepare a read from {name}"):
-            to, of = (self._agent.get_xfer_descs(rows.astype(np.uint64), kind) for kind, rows in (local, remote))
-            return self._agent.initialize_xfer("READ", to, of, peer, b"")
-
-    def start(self, read: Any, name: str) -> None:
-        with self._errors(f"read from {name}"):
-            if self._agent.transfer(read) == "ERR":
-                raise PeerDisconnected(
-                    f"{self._owner} could not read from {name}: NIXL reported an error; look at the log of {name}"
-                )
-
-    def is_done(self, read: Any, name: str) -> bool:
-        """Returns whether a read has ended. Raises PeerDisconnected if it failed."""
-        with self._errors(f"read from {name}"):
-            state = self._agent.check_xfer_state(read)
-        if state == "ERR":
-            raise PeerDisconnected(
-                f"{self._owner} could not finish reading from {name}: NIXL reported an error; look at the log of {name}"
-            )
-        return bool(state == "DONE")
-
-    def release(self, read: Any) -> None:
-        """Frees a read that has ended."""
-        with self._errors("free a read"):
-            read.release()
-
-    def close(self, reads: Iterable[Any] = ()) -> None:
-        """Ends the agent. None of its reads writes to memory afterwards, even one that had not ended."""
-        for read in reads:
-            with contextlib.suppress(Exception):  # one that is under way ends with the agent
-                read.release()
-        self._agent = None
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sglang_reshard.protocol.session import Session, of_engine
-from sglang_reshard.routes.nixl.remote_shards import RemoteShards
-from sglang_reshard.routes.nixl.validation import check_remote_shards
+from sglang_reshard.routes.nixl.remote_shards import RemoteShards, check_remote_shards
 from sglang_reshard.routes.p2p.ask import invalid_ask
 
 

@@ -28,15 +28,8 @@ class NixlEngineEnd(EngineEnd):
     def __init__(self, side: EngineSide, strategy: Strategy) -> None:
         self.side = side
         self.links = Links.of(side.read_plans, strategy.round_bytes)
-        self.round_bytes = self.links.of_engine_rank(side.engine_rank)
-        self._reader: NixlReader | None = None
+        self.round_bytes = strategy.senders(side.engine_rank)
         self.streams: Mapping[int, Stream] = {}
-        self._traffic = Traffic()
-
-    @property
-    def reader(self) -> NixlReader:
-        assert self._reader is not None, "connected"
-        return self._reader
 
     def ask(self, session: Session) -> Ask | None:
         read = tuple(any(row) for row in self.links.round_bytes)
@@ -48,21 +41,17 @@ class NixlEngineEnd(EngineEnd):
         self.streams = trainer_streams(self.reader, reads, reads.read_plan, self.round_bytes)
         self.nbytes = sum(stream.extra_bytes for stream in self.streams.values())
         received = sum(stream.read_bytes for stream in self.streams.values())
-        self._traffic = Traffic(received, {t: sum(stream.payload_bytes) for t, stream in self.streams.items()})
+        self.traffic = Traffic(received, {t: sum(stream.payload_bytes) for t, stream in self.streams.items()})
 
     def open(self, meeting: Meeting) -> None:
         """Learns where the trainer ranks have registered their shards, and makes no views and buffers yet."""
-        self.connections = self._reader = NixlReader(self.side.engine_rank)
+        self.connections = self.reader = NixlReader(self.side.engine_rank)
         tensors = len(self.side.reads.tensor_index.layout.tensors)
         found = {
             t: get_remote_shards(meeting.session, self.side.engine, t, tensors, self.side.reads.timeout_s)
             for t in self.round_bytes
         }
-        self._reader.connect({trainer_name(t): shards for t, shards in found.items()})
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._traffic
+        self.reader.connect({trainer_name(t): shards for t, shards in found.items()})
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         """Raises PeerDisconnected and DeadlineExceeded for trainer ranks."""

@@ -19,7 +19,7 @@ from sglang_reshard.errors import ReshardError, Unsupported
 from sglang_reshard.memory.shm import allocate_shared, read_only_view
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.routes.nixl.agent import NixlAgent, memory_kind
-from sglang_reshard.routes.nixl.remote_shards import RemoteShard, RemoteShards
+from sglang_reshard.routes.nixl.remote_shards import HOST, RemoteShard, RemoteShards
 
 logger = get_logger(__name__)
 
@@ -57,7 +57,7 @@ class _Registrations:
             known = self._used.get(memory)
             if known is None:
                 known = self._used[memory] = self._read_only(storage) or _Registered(
-                    memory, 0, self.agent.register([memory]), storage.data_ptr(), None
+                    memory, 0, self.agent.register_ranges([memory]), storage.data_ptr(), None
                 )
             known.users += 1
             return known
@@ -74,7 +74,7 @@ class _Registrations:
         if view is None:
             return None
         try:
-            handles = self.agent.register([(*memory_kind(storage.device)[:1], view.data_ptr(), storage.nbytes(), 0)])
+            handles = self.agent.register_ranges([(HOST, view.data_ptr(), storage.nbytes(), 0)])
         except ReshardError as error:  # some network cards register only what can be written, too
             logger.warning(
                 "%s; %d bytes of shards are registered with NIXL without write protection: peers could write to them",

@@ -1,20 +1,27 @@
-"""Defines an engine's request to the trainer ranks that send to it, and each engine rank's request to each of them."""
+"""Defines an engine's request to the trainer ranks that send to it, and each engine rank's request to each of them.
+
+Trainer ranks validate them before they make views of their shards.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout.regions import ITEM_BYTES, MAX_STEP, LocalRegion, is_within
+from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.protocol.session import Session, of_engine
 from sglang_reshard.protocol.validation.requests import MAX_BUCKET_BYTES, MAX_NAME_LENGTH
 from sglang_reshard.routes.base import EngineSide, TrainerSide
 from sglang_reshard.routes.p2p.links import kept_dtypes
 from sglang_reshard.routes.p2p.messages import SendRequest, send_request
-from sglang_reshard.routes.p2p.send_requests import check_send_request
+
+MAX_REPEATS = 16  # how often an element may be requested; loaders read it once
 
 
 class Links(msgspec.Struct, frozen=True):
@@ -42,10 +49,6 @@ class Links(msgspec.Struct, frozen=True):
     def of_trainer_rank(self, trainer_rank: int) -> dict[int, int]:
         """Returns engine rank -> bytes of a round, for those that a trainer rank sends to."""
         return {e: nbytes for e, nbytes in enumerate(self.round_bytes[trainer_rank]) if nbytes}
-
-    def of_engine_rank(self, engine_rank: int) -> dict[int, int]:
-        """Returns trainer rank -> bytes of a round, for those that send to an engine rank."""
-        return {t: row[engine_rank] for t, row in enumerate(self.round_bytes) if row[engine_rank]}
 
     def check(self, trainer_ranks: int) -> None:
         """Raises Mismatch unless this can be of an engine and this number of trainer ranks."""
@@ -154,6 +157,65 @@ def _key(engine: int, engine_rank: int, digest: str, trainer_rank: int) -> str:
     return of_engine(engine, f"send_request/{engine_rank}/{digest}/{trainer_rank}")
 
 
-def invalid_ask(why: str) -> Mismatch:
+def check_send_request(request: SendRequest, layout: SourceLayout, trainer_rank: int, engine_rank: int) -> None:
+    """Raises Mismatch, naming ranks and tensor, unless all regions lie within the trainer rank's shards.
+
+    `layout` is the trainer rank's own.
+    """
+    who = f"send request of engine rank {engine_rank} for trainer rank {trainer_rank}"
+    if len(request.tensor_ids) % 4 or len(request.tensor_ids) != len(request.region_ids):
+        raise invalid_ask(
+            f"its columns have {len(request.tensor_ids)} and {len(request.region_ids)} bytes; both must be equal and a "
+            "multiple of 4",
+            who,
+        )
+    tensors = np.frombuffer(request.tensor_ids, "<i4").astype(np.int64)
+    elements = np.frombuffer(request.region_ids, "<i4").astype(np.int64)
+    if request.dtypes or request.dtype_ids:
+        numbered = len(request.dtype_ids) == len(tensors) and max(request.dtype_ids, default=-1) < len(request.dtypes)
+        if not numbered or not ITEM_BYTES.keys() >= set(request.dtypes):
+            raise invalid_ask(
+                f"its dtypes {request.dtypes[:4]} do not match its {len(request.dtype_ids)} dtype numbers", who
+            )
+    if not len(tensors):
+        return
+    for column, size, of in ((tensors, len(layout.tensors), "tensors"), (elements, len(request.regions), "regions")):
+        if column.min() < 0 or column.max() >= size:
+            raise invalid_ask(f"its indices {column.min()} to {column.max()} are out of range for {size} {of}", who)
+    shapes = layout.min_local_shapes(trainer_rank)
+    numbers: dict[tuple[int, ...] | None, int] = {}
+    kinds = np.array([numbers.setdefault(shape, len(numbers)) for shape in shapes], np.int64)
+    alike, first, count = np.unique(
+        kinds[tensors] * len(request.regions) + elements, return_index=True, return_counts=True
+    )
+    held = list(numbers)
+    requested = 0
+    for pair, row, times in zip(alike.tolist(), first.tolist(), count.tolist(), strict=True):
+        shape, region = held[pair // len(request.regions)], request.regions[pair % len(request.regions)]
+        if shape is None or not _is_within(region, shape):
+            name = layout.tensors[int(tensors[row])].name
+            raise invalid_ask(f"{region} exceeds its shard of {name}, which has shape {shape or (0,)}", who)
+        requested += times * region.numel
+    held_elements = sum(math.prod(shape) for shape in shapes if shape is not None)
+    if requested > MAX_REPEATS * held_elements:
+        raise invalid_ask(
+            f"it requests {requested:,} elements, more than {MAX_REPEATS} times the {held_elements:,} that the trainer "
+            "rank holds",
+            who,
+        )
+
+
+def _is_within(region: LocalRegion, shape: tuple[int, ...]) -> bool:
+    if region.is_flat and len(shape) == 1:
+        if len(region.count) != len(region.step):
+            return False
+        steps = list(zip(region.count, region.step, strict=True))
+        if any(n < 1 or not 1 <= s <= MAX_STEP for n, s in steps):
+            return False
+        return 0 <= region.start[0] < shape[0] - sum((n - 1) * s for n, s in steps)
+    return is_within(region.start, region.count, region.step, shape)
+
+
+def invalid_ask(why: str, who: str = "command of engine rank 0") -> Mismatch:
     """Returns the error for an invalid request."""
-    return Mismatch(f"invalid command of engine rank 0: {why}. Do both sides run the same version of sglang-reshard?")
+    return Mismatch(f"invalid {who}: {why}. Do both sides run the same version of sglang-reshard?")

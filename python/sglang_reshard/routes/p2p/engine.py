@@ -6,68 +6,22 @@ is unpacked. See `trainer` for why no order of messages can deadlock.
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.routes.base import Ask, EngineEnd, EngineSide, Meeting, Reads
+from sglang_reshard.routes.base import Ask, EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.ipc import DirectReads, mapped_reads, read_targets
 from sglang_reshard.routes.p2p.ask import Links, P2pAsk, put_send_requests
-from sglang_reshard.routes.p2p.communicators import P2pCommunicators, PendingRound, connect_links
-from sglang_reshard.routes.p2p.links import build_rounds, engine_links, targets_by_round
+from sglang_reshard.routes.p2p.links import P2pLink, Round, build_rounds, engine_links, targets_by_round
 from sglang_reshard.routes.strategy import Strategy
-from sglang_reshard.routes.wire.abortable_group import backend_of
-from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
-
-
-class P2pReceiver:
-    """Receives messages, and at the same time reads the memory of trainer ranks that send nothing.
-
-    traffic      of each update
-    extra_bytes  of its buckets and tables
-    """
-
-    def __init__(
-        self,
-        reads: Reads,
-        round_bytes: dict[int, int],
-        communicators: P2pCommunicators | None,
-        *,
-        as_kept: bool = False,
-    ) -> None:
-        """`round_bytes`: by trainer rank, for those that send. `as_kept`: see `engine_links`."""
-        plan, layout = reads.read_plan, reads.tensor_index.layout
-        direct = mapped_reads(reads, round_bytes)
-        if reads.program.arrivals:  # what does each round bring?
-            links = engine_links(layout, plan, reads.program, round_bytes, as_kept=as_kept)
-            reads.landing.place(targets_by_round(links, plan), read_targets(plan, direct), ahead=BUCKETS - 1)
-        links = engine_links(layout, plan, reads.program, round_bytes, as_kept=as_kept)
-        self._rounds, self.extra_bytes = build_rounds(links, reads.device, pack=False)
-        self._direct = DirectReads(reads, direct)
-        self.extra_bytes += self._direct.extra_bytes
-        self.traffic = Traffic.of(self._direct.read_bytes | {t: link.payload_bytes for t, link in links.items()})
-        self._communicators = communicators
-
-    def move(self) -> None:
-        """Raises as `PendingOps.wait` does, after closing the communicators."""
-        try:
-            run_rounds(len(self._rounds), self._receive, self._unpack, self._direct.run)
-            self._direct.finish_from(len(self._rounds))
-        except BaseException:
-            if self._communicators is not None:
-                self._communicators.close()
-            raise
-
-    def _receive(self, number: int) -> PendingRound:
-        assert self._communicators is not None  # ranks with rounds have them
-        return self._communicators.receive(self._rounds[number][0])
-
-    def _unpack(self, number: int) -> None:
-        self._rounds[number][1].run()
-        self._direct.finish(number)
+from sglang_reshard.routes.wire.communicator import Communicators, backend_of
+from sglang_reshard.routes.wire.rounds import BUCKETS, Wait, run_rounds
 
 
 class P2pEngineEnd(EngineEnd):
-    """Connects one engine rank to the trainer ranks that send to it.
+    """Receives messages, and at the same time reads the memory of trainer ranks that send nothing.
 
     links          of all ranks
     round_bytes    trainer rank -> bytes that it sends to this rank per round, for the trainer ranks that send
@@ -79,9 +33,9 @@ class P2pEngineEnd(EngineEnd):
     def __init__(self, side: EngineSide, strategy: Strategy) -> None:
         self._side, self._groups = side, strategy.groups
         self.links = Links.of(side.read_plans, strategy.round_bytes)
-        self.round_bytes = self.links.of_engine_rank(side.engine_rank)
-        self.communicators: P2pCommunicators | None = None
-        self._receiver: P2pReceiver | None = None
+        self.round_bytes = strategy.senders(side.engine_rank)
+        self.communicators: Communicators | None = None
+        self._rounds: list[Round] = []
         self._as_kept = self._can_apply = False
 
     def keep_dtypes(self, *, can_apply: bool) -> None:
@@ -97,24 +51,50 @@ class P2pEngineEnd(EngineEnd):
     def connect(self, meeting: Meeting) -> None:
         side, reads = self._side, self._side.reads
         if self.round_bytes:
-            self.connections = self.communicators = P2pCommunicators(
+            self.connections = self.communicators = Communicators(
                 self._groups,
                 peer_id=side.trainer_ranks + side.engine_rank,
-                peers=list(self.round_bytes),
                 trainer_ranks=side.trainer_ranks,
                 backend=backend_of(reads.device),
                 device=reads.device,
                 timeout_s=reads.timeout_s,
             )
-            connect_links(self.communicators, meeting, side.engine, side.transfer, reads.timeout_s)
-        self._receiver = P2pReceiver(reads, self.round_bytes, self.communicators, as_kept=self._as_kept)
-        self.nbytes = self._receiver.extra_bytes
+            store = meeting.session.store(side.engine, reads.timeout_s, meeting.scope)
+            of_transfer, address = dist.PrefixStore(f"p2p/{side.transfer}", store), meeting.session.local_address
+            self.communicators.connect(of_transfer, list(self.round_bytes), address)
+        self.prepare()
 
-    @property
-    def traffic(self) -> Traffic:
-        assert self._receiver is not None
-        return self._receiver.traffic
+    def prepare(self) -> None:
+        """Makes all views and buffers."""
+        reads = self._side.reads
+        plan, direct = reads.read_plan, mapped_reads(reads, self.round_bytes)
+        links = self._cut()
+        if reads.program.arrivals:
+            reads.landing.place(targets_by_round(links, plan), read_targets(plan, direct), ahead=BUCKETS - 1)
+            links = self._cut()  # into the memory that weights are converted from
+        self._rounds, self.nbytes = build_rounds(links, reads.device, pack=False)
+        self._direct = DirectReads(reads, direct)
+        self.nbytes += self._direct.extra_bytes
+        self.traffic = Traffic.of(self._direct.read_bytes | {t: link.payload_bytes for t, link in links.items()})
+
+    def _cut(self) -> dict[int, P2pLink]:
+        reads, layout = self._side.reads, self._side.reads.tensor_index.layout
+        return engine_links(layout, reads.read_plan, reads.program, self.round_bytes, as_kept=self._as_kept)
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
-        assert self._receiver is not None
-        self._receiver.move()
+        """Raises as `PendingOps.wait` does, after closing the communicators."""
+        try:
+            run_rounds(len(self._rounds), self._receive, self._unpack, self._direct.run)
+            self._direct.finish_from(len(self._rounds))
+        except BaseException:
+            if self.communicators is not None:
+                self.communicators.close()
+            raise
+
+    def _receive(self, number: int) -> Wait:
+        assert self.communicators is not None  # ranks with rounds have them
+        return self.communicators.receive(self._rounds[number][0]).wait
+
+    def _unpack(self, number: int) -> None:
+        self._rounds[number][1].run()
+        self._direct.finish(number)

@@ -7,7 +7,7 @@ No deadlock can arise. All ranks go through the rounds in ascending order, and w
 rank starts the sends of round k when those of round k - 2 are done, an engine rank posts the receives of round k when
 it has unpacked round k - 2. So of all messages that have not arrived, those of the lowest round are in transit on both
 sides, or will be without waiting for any message that has not arrived. That the messages of a round go over several
-communicators changes nothing: see `P2pCommunicators`, and `wire.nccl` for why their kernels fit a GPU together.
+communicators changes nothing: see `Communicators`, and `wire.nccl` for why their kernels fit a GPU together.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.announce import trainer_device
@@ -22,10 +23,10 @@ from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.protocol.messages import Prepare
 from sglang_reshard.routes.base import Meeting, TrainerEnd, TrainerSide
 from sglang_reshard.routes.p2p.ask import P2pAsk, get_send_requests
-from sglang_reshard.routes.p2p.communicators import P2pCommunicators, PendingRound, connect_links
 from sglang_reshard.routes.p2p.links import build_rounds, sent_link
 from sglang_reshard.routes.p2p.messages import SendRequest
-from sglang_reshard.routes.wire.rounds import run_rounds
+from sglang_reshard.routes.wire.communicator import Communicators
+from sglang_reshard.routes.wire.rounds import Wait, run_rounds
 
 
 class P2pSender:
@@ -43,7 +44,7 @@ class P2pSender:
         round_bytes: Mapping[int, int],
         device: torch.device,
     ) -> None:
-        """Both `requests` and `round_bytes` (the size of a message) are by the receiver's peer id (`P2pCommunicator`).
+        """Both `requests` and `round_bytes` (the size of a message) are by the receiver's peer id (`Communicator`).
 
         shards  this rank's, in the layout's order
         device  of the buckets: that which the communicator's backend sends from
@@ -52,13 +53,13 @@ class P2pSender:
         self._rounds, self.extra_bytes = build_rounds(links, device, pack=True)
         self.sent_bytes = sum(link.payload_bytes for link in links.values())
 
-    def send(self, communicators: P2pCommunicators) -> None:
+    def send(self, communicators: Communicators) -> None:
         """Sends all rounds. Returns when the last has been sent; raises as `PendingOps.wait` does."""
 
-        def start(number: int) -> PendingRound:
+        def start(number: int) -> Wait:
             buffers, copies = self._rounds[number]
             copies.run()
-            return communicators.send(buffers)
+            return communicators.send(buffers).wait
 
         run_rounds(len(self._rounds), start)
 
@@ -77,13 +78,11 @@ class P2pTrainerEnd(TrainerEnd):
         self.links, self.requests = ask.links, get_send_requests(side, ask.links)
         self.device = _device(ask.backend if self.requests else "gloo", side.shards)
         self._side, trainer_ranks = side, ask.links.trainer_ranks
-        sizes = ask.links.of_trainer_rank(side.trainer_rank)
         self._sender = self._sender_of(self.requests.keys())
         self._to_some: tuple[frozenset[int], P2pSender] | None = None
-        self.communicators = P2pCommunicators(
+        self.communicators = Communicators(
             ask.groups,
             peer_id=side.trainer_rank,
-            peers=[trainer_ranks + e for e in sizes],
             trainer_ranks=trainer_ranks,
             backend=ask.backend,
             device=self.device,
@@ -92,7 +91,10 @@ class P2pTrainerEnd(TrainerEnd):
         )
 
     def connect(self, meeting: Meeting) -> None:
-        connect_links(self.communicators, meeting, self._side.engine, self._side.transfer, self._side.timeout_s)
+        side, session = self._side, meeting.session
+        store = dist.PrefixStore(f"p2p/{side.transfer}", session.store(side.engine, side.timeout_s, meeting.scope))
+        peers = [self.links.trainer_ranks + e for e in self.links.of_trainer_rank(side.trainer_rank)]
+        self.communicators.connect(store, peers, session.local_address)
 
     def start(self, taken: bool) -> None:
         self._to_some = None

@@ -6,13 +6,15 @@ If an engine does not pass on its tensors, the rest is read from the trainer, in
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 import msgspec
 import numpy as np
+import torch
 
-from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.errors import Mismatch, PeerDisconnected, ReshardError
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.plan import ReadPlan
@@ -20,13 +22,14 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.base import AroundEnd, EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.nixl.ask import trainer_name
 from sglang_reshard.routes.nixl.engine import NixlEngineEnd
+from sglang_reshard.routes.nixl.reader import NixlReader
 from sglang_reshard.routes.nixl.streams import Stream, cut_link, read_streams, trainer_streams
 from sglang_reshard.routes.p2p.messages import round_bytes
+from sglang_reshard.routes.read_link import ReadLink
 from sglang_reshard.routes.relay.member import RelayMember
 from sglang_reshard.routes.relay.offers import Relay
 from sglang_reshard.routes.relay.owners import positions
 from sglang_reshard.routes.relay.progress import RelayGate, RelayLost, RelayRoute, Relays
-from sglang_reshard.routes.relay.streams import RelayedStream
 from sglang_reshard.routes.strategy import Strategy
 
 logger = get_logger(__name__)
@@ -67,13 +70,6 @@ class RelayEngineEnd(AroundEnd):
         self._member.abort()
         super().abort()
 
-    @property
-    def traffic(self) -> Traffic:
-        traffic, member = self._moving.traffic, self._member
-        if self._moving is not self.inner:
-            return traffic
-        return msgspec.structs.replace(traffic, detour=_detour(member.lost), remark=member.remark)
-
     def serves(self, request: DistributedUpdateWeightsReq) -> bool:
         asked = Relay.of(request.around["relay"])
         same = msgspec.structs.replace(asked, update=self._relay.update) == self._relay
@@ -81,12 +77,50 @@ class RelayEngineEnd(AroundEnd):
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         self._moving.move(request, taken)
+        self.traffic = self._moving.traffic
+        if self._moving is self.inner:
+            detour, remark = _detour(self._member.lost), self._member.remark
+            self.traffic = msgspec.structs.replace(self.traffic, detour=detour, remark=remark)
 
     def has_arrived(self, request: DistributedUpdateWeightsReq) -> None:
         self._moving.has_arrived(request)
 
 
 engine_end = RelayEngineEnd
+
+
+class RelayedStream(Stream):
+    """A stream whose messages wait until the peer has what they bring. Its methods raise RelayLost if it will not."""
+
+    def __init__(self, reader: NixlReader, peer: str, link: ReadLink, device: torch.device, gate: RelayGate) -> None:
+        super().__init__(reader, peer, link, device)
+        self._gate, self._advanced_at = gate, 0.0
+        self._needed = [max(tensors) + 1 for tensors in link.tensors]  # complete tensors, for each message
+
+    def begin_update(self, update: int) -> None:
+        self.begin()
+        self._gate.begin(update)
+        self._advanced_at = time.monotonic()
+
+    def advance(self) -> bool:
+        if self.started > self.finished:
+            self._gate.check_stalled(self._advanced_at)
+        before = self.finished, self.started
+        try:
+            advanced = super().advance()
+        except PeerDisconnected as error:
+            if self.reader.aborted:
+                raise
+            raise RelayLost(self._gate.engine, f"cannot be read: {error}") from error
+        if before != (self.finished, self.started):
+            self._advanced_at = time.monotonic()
+        return advanced
+
+    def may_start(self, number: int) -> bool:
+        return self._gate.is_open(self._needed[number])
+
+    def confirm(self) -> bool:
+        return self._gate.confirm()
 
 
 class _Relayed(EngineEnd):
@@ -104,16 +138,12 @@ class _Relayed(EngineEnd):
         self._direct = trainer_streams(self._reader, self._reads, own, sizes)
         streams = [*self._direct.values(), *self._all_relayed()]
         self.nbytes = sum(stream.extra_bytes for stream in streams)
-        self._whole = self._traffic = Traffic(
+        self._whole = self.traffic = Traffic(
             sum(stream.read_bytes for stream in streams),
             {trainer_rank: sum(stream.payload_bytes) for trainer_rank, stream in self._direct.items()},
             sum(stream.read_bytes for stream in self._all_relayed()),
         )
         self._counts = self._own_counts()
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._traffic
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         """Raises PeerDisconnected and DeadlineExceeded for trainer ranks; in this case the reader is closed."""
@@ -126,7 +156,7 @@ class _Relayed(EngineEnd):
         try:
             try:
                 read_streams(self._reads, [*self._direct.values(), *self._all_relayed()], self._announce)
-                self._traffic = self._whole
+                self.traffic = self._whole
             except RelayLost as lost:
                 logger.warning(
                     "engine rank %d: %s; it reads the remaining weights from the trainer", self._reads.engine_rank, lost
@@ -181,7 +211,7 @@ class _Relayed(EngineEnd):
             read[trainer_rank] = read.get(trainer_rank, 0) + sum(stream.payload_bytes)
             received += stream.read_bytes
         self._counts = self._own_counts()
-        self._traffic = Traffic(received, read, detour=_detour(str(lost)))
+        self.traffic = Traffic(received, read, detour=_detour(str(lost)))
         return list(self._direct.values())
 
     def _unconverted(self) -> np.ndarray:

@@ -44,8 +44,10 @@ class EngineRelay:
 
         def send_relayed(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
             relay, output = self._relay(engine), None
+            if relay is not None:
+                request = msgspec.structs.replace(request, around=request.around | {"relay": encode(relay)})
             try:
-                output = send(_relayed(request, relay))
+                output = send(request)
                 return output
             finally:
                 if output is None or not output.success:
@@ -80,9 +82,3 @@ class EngineRelay:
     @property
     def _name(self) -> str:
         return f"relay/{self._session}"
-
-
-def _relayed(request: DistributedUpdateWeightsReq, relay: Relay | None) -> DistributedUpdateWeightsReq:
-    return (
-        request if relay is None else msgspec.structs.replace(request, around=request.around | {"relay": encode(relay)})
-    )

@@ -22,9 +22,8 @@ from sglang_reshard.memory.mapping import host_identity
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.base import EngineSide, Kept, Meeting
-from sglang_reshard.routes.nixl.remote_shards import RemoteShard, RemoteShards
+from sglang_reshard.routes.nixl.remote_shards import RemoteShard, RemoteShards, check_remote_shards
 from sglang_reshard.routes.nixl.source import NixlSource
-from sglang_reshard.routes.nixl.validation import check_remote_shards
 from sglang_reshard.routes.relay.offers import Offer, OfferedMemory, OfferedRank, Relay, RelayOffers
 from sglang_reshard.routes.relay.owners import CHECK_BITS, choose_owners
 from sglang_reshard.routes.relay.progress import Progress, RelayRoute, Relays
@@ -184,7 +183,7 @@ def divide(layout: SourceLayout, layouts: Sequence[SourceLayout]) -> np.ndarray:
     alike = [len({of_engine.get(tensor.name) for of_engine in held}) == 1 for tensor in layout.tensors]
     in_shape = [tensor.name in held[0] and held[0][tensor.name][0] == tensor.shape for tensor in layout.tensors]
     sizes = [tensor.spec.nbytes for tensor in layout.tensors]
-    return choose_owners(sizes, np.array(alike, bool) & np.array(in_shape, bool), range(len(layouts)))
+    return choose_owners(sizes, np.array(alike, bool) & np.array(in_shape, bool), len(layouts))
 
 
 def _layout(shards: Sequence[LiveShard], engine_ranks: int) -> SourceLayout:

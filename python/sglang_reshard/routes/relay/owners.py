@@ -16,8 +16,8 @@ UPDATE_BITS, CHECK_BITS, COUNT_BITS = 23, 20, 20
 MAX_UPDATE = (1 << UPDATE_BITS) - 1
 
 
-def choose_owners(nbytes: Sequence[int], relayed: np.ndarray, owners: Sequence[int]) -> np.ndarray:
-    """Returns the owner of each tensor, an element of `owners`; NO_OWNER where the mask `relayed` is not set.
+def choose_owners(nbytes: Sequence[int], relayed: np.ndarray, engines: int) -> np.ndarray:
+    """Returns the number of the engine that owns each tensor; NO_OWNER where the mask `relayed` is not set.
 
     nbytes  of each tensor
 
@@ -25,11 +25,10 @@ def choose_owners(nbytes: Sequence[int], relayed: np.ndarray, owners: Sequence[i
     next.
     """
     found = np.full(len(nbytes), NO_OWNER, np.int32)
-    read = [0] * len(owners)
-    for tensor in np.flatnonzero(relayed).tolist() if owners else []:
-        least = read.index(min(read))
+    read = [0] * engines
+    for tensor in np.flatnonzero(relayed).tolist():
+        found[tensor] = least = read.index(min(read))
         read[least] += nbytes[tensor]
-        found[tensor] = owners[least]
     return found
 
 

@@ -1,4 +1,4 @@
 """Process groups over which the messages of routes travel: of gloo and of NCCL, and their common part.
 
-Every wait in them ends at a deadline, and another thread can end it (`abortable_group`).
+Every wait in them ends at a deadline, and another thread can end it (`communicator`).
 """

@@ -32,7 +32,7 @@ def _await_destructions() -> None:
 
 
 class GlooGroup:
-    """One rank's end of a gloo process group; see `abortable_group.ProcessGroup`."""
+    """One rank's end of a gloo process group; see `communicator.ProcessGroup`."""
 
     starts_at_once = True
 

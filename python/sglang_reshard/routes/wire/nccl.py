@@ -37,7 +37,7 @@ _environment_lock = threading.Lock()
 
 
 class NcclGroup:
-    """One rank's end of an NCCL communicator; see `abortable_group.ProcessGroup`.
+    """One rank's end of an NCCL communicator; see `communicator.ProcessGroup`.
 
     No call keeps the GIL while it waits: torch's bindings release it in all that are made here. So other threads of the
     process go on, the one that aborts among them.
@@ -132,7 +132,7 @@ class NcclGroup:
         self._pg._start_coalescing()
         yield works
         works.append(self._pg._end_coalescing())
-        RECORDED_WORKS.keep(works[0])
+        RECORDED_WORKS.append(works[0])
 
     def wait(self, work: dist.Work, deadline: float) -> None:
         """Waits until it has ended, has failed, or is aborted. The thread that waits for this one checks the deadline.

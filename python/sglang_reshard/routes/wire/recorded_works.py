@@ -25,21 +25,5 @@ def recorder_entries(environment: Mapping[str, str]) -> int:
     return _DEFAULT
 
 
-class RecordedWorks:
-    """The last works, at most `count`."""
-
-    def __init__(self, count: int) -> None:
-        self._works: deque[object] = deque(maxlen=count)
-
-    def keep(self, work: object) -> None:
-        self._works.append(work)
-
-    def __len__(self) -> int:
-        return len(self._works)
-
-    def clear(self) -> None:
-        self._works.clear()
-
-
-RECORDED_WORKS = RecordedWorks(recorder_entries(os.environ))
+RECORDED_WORKS: deque[object] = deque(maxlen=recorder_entries(os.environ))
 atexit.register(RECORDED_WORKS.clear)  # events are freed while CUDA is still there

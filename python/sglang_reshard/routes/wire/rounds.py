@@ -8,16 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
 
 BUCKETS = 2
-
-
-class Pending(Protocol):
-    """A round in transit."""
-
-    def wait(self) -> Any:
-        """Returns when it has ended."""
+Wait = Callable[[], object]  # returns when a round has ended
 
 
 def _nothing(_number: int = 0) -> None:
@@ -26,22 +19,23 @@ def _nothing(_number: int = 0) -> None:
 
 def run_rounds(
     count: int,
-    start: Callable[[int], Pending],
+    start: Callable[[int], Wait],
     ended: Callable[[int], None] = _nothing,
     underway: Callable[[], None] = _nothing,
 ) -> None:
     """Starts rounds 0 to `count` - 1, and returns when all have ended.
 
-    start      fills a round's bucket and starts its transit, or frees a bucket for arrivals
-    ended      empties its bucket; rounds end in ascending order
+    start     fills a round's bucket and starts its transit, or frees a bucket for arrivals; what it returns waits for
+              the end
+    ended     empties its bucket; rounds end in ascending order
     underway  is called once, while the first rounds are in transit
     """
-    pending: deque[Pending] = deque()
+    pending: deque[Wait] = deque()
     for number in range(min(BUCKETS, count)):
         pending.append(start(number))
     underway()
     for number in range(count):
-        pending.popleft().wait()
+        pending.popleft()()
         ended(number)
         if number + BUCKETS < count:
             pending.append(start(number + BUCKETS))
