@@ -18,10 +18,10 @@ class Address(msgspec.Struct, frozen=True):
     key      32 random bytes, as hex; omitted from every representation
     """
 
-    session: str
-    host: str
+    session: Annotated[str, msgspec.Meta(max_length=512)]  # names of keys and scopes are added to it
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^[^\0]+\Z")]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    key: str
+    key: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
     def named(self, name: str) -> Address:
         """Returns the address of another session of the same server, with separate keys, all-gathers and scopes."""

@@ -27,7 +27,7 @@ from sglang_reshard.protocol.messages import (
     LoraAdapter,
     Verify,
 )
-from sglang_reshard.protocol.validation.requests import check_transport
+from sglang_reshard.protocol.validation import check_transport
 from sglang_reshard.sources.names import Rename, Renaming, patterns
 
 Delta = Literal["off", "auto"]

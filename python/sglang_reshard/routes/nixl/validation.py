@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.protocol.validation.layouts import MAX_DIMS
+from sglang_reshard.protocol.validation import MAX_DIMS
 from sglang_reshard.routes.nixl.remote_shards import MEMORY_KINDS, RemoteShard, RemoteShards
 
 MAX_GPUS = 1 << 16
