@@ -48,14 +48,8 @@ class Traffic(msgspec.Struct, frozen=True):
 
     def report(self, **others: Any) -> RankReport:
         """Returns the report of a rank that received this, with its other fields."""
-        return RankReport(
-            received_bytes=self.received_bytes,
-            relayed_bytes=self.relayed_bytes,
-            compared=self.compared,
-            changed=self.changed,
-            read_bytes=self.read_bytes,
-            **others,
-        )
+        shared = set(self.__struct_fields__).intersection(RankReport.__struct_fields__)
+        return RankReport(**{name: getattr(self, name) for name in shared}, **others)
 
 
 class RankReport(msgspec.Struct, frozen=True):
