@@ -14,23 +14,8 @@ before either reads a message, and every frame is authenticated (`connection`). 
 peer has died, and bounds no bytes (docs/results/control.md).
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from sglang_reshard.control.client import ControlClient, Standing, WaitTimedOut, weakly
 from sglang_reshard.control.connection import Address
 from sglang_reshard.control.server import ControlServer
 
-if TYPE_CHECKING:
-    from sglang_reshard.control.torch_store import ControlStore
-
-__all__ = ["Address", "ControlClient", "ControlServer", "ControlStore", "Standing", "WaitTimedOut", "weakly"]
-
-
-def __getattr__(name: str) -> Any:
-    """Imports `ControlStore` on first use: only this part needs torch."""
-    if name != "ControlStore":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("sglang_reshard.control.torch_store").ControlStore
+__all__ = ["Address", "ControlClient", "ControlServer", "Standing", "WaitTimedOut", "weakly"]

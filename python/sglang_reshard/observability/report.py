@@ -263,13 +263,19 @@ def _overview(report: UpdateReport) -> Table:
     return table
 
 
-def _phases(report: UpdateReport) -> Table:
+def titled_table(title: str, first: str, *others: str) -> Table:
+    """Returns a table with these columns, of which all but the first are numbers."""
     from rich.table import Table
 
-    table = Table(title="seconds", title_justify="left")
-    table.add_column("phase")
-    for column in ("min", "median", "max", "slowest rank"):
+    table = Table(title=title, title_justify="left")
+    table.add_column(first)
+    for column in others:
         table.add_column(column, justify="right")
+    return table
+
+
+def _phases(report: UpdateReport) -> Table:
+    table = titled_table("seconds", "phase", "min", "median", "max", "slowest rank")
     for phase in sorted(report.seconds, key=_order):
         by_rank = [(rank.seconds[phase], rank.rank) for rank in report.engine_ranks if phase in rank.seconds]
         if phase in _TRAINER_PHASES or not by_rank:
@@ -286,12 +292,7 @@ def _order(phase: str) -> int:
 
 
 def _ranks(side: str, columns: Sequence[str], ranks: Sequence[tuple[int, tuple[int, ...]]]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=f"bytes of {len(ranks)} {side} ranks", title_justify="left")
-    table.add_column(f"{side} rank")
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = titled_table(f"bytes of {len(ranks)} {side} ranks", f"{side} rank", *columns)
     rows: list[tuple[str, Iterable[float]]]
     if len(ranks) <= _MAX_ROWS:
         rows = [(str(rank), values) for rank, values in ranks]
