@@ -264,7 +264,7 @@ def _overview(report: UpdateReport) -> Table:
 
 
 def titled_table(title: str, first: str, *others: str) -> Table:
-    """Returns a table with these columns, of which all but the first are numbers."""
+    """Returns a table with these columns. All but the first are for numbers."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
