@@ -25,7 +25,7 @@ from benchmark import results
 from benchmark.control import words
 from benchmark.control.words import Words
 from sglang_reshard.control import Address, ControlClient, ControlServer, protocol
-from sglang_reshard.control.framing import read_message, read_request
+from sglang_reshard.control.connection import read_message, read_request
 from sglang_reshard.control.server import MemoryQuota
 from sglang_reshard.control.store import SessionStore, execute
 

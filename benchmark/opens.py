@@ -15,7 +15,7 @@ from benchmark import pages
 from benchmark.gpu import recording
 from benchmark.gpu.recording import Recording
 from benchmark.results import Row
-from sglang_reshard.cli.plan.allocations import segments
+from sglang_reshard.cli.plan.sizing import segments
 from sglang_reshard.plan import TensorIndex
 
 _HOST = "host"

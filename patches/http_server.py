@@ -35,12 +35,7 @@ from sglang_reshard.protocol.messages import (
     ShareWeightsReq,
 )
 from sglang_reshard.protocol.session import LOOPBACK
-from sglang_reshard.protocol.validation import (
-    check_load_request,
-    check_probe_summary,
-    check_pull_request,
-    check_share_request,
-)
+from sglang_reshard.protocol.validation import check_limit, check_pull_request, check_transport
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -99,12 +94,12 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
         return outcome(pulled) if pulled else response(None, HTTPStatus.BAD_REQUEST)
 
     async def share_weights(request: Request) -> Response:
-        message = await _message(request, ShareWeightsReq, check_share_request)
+        message = await _message(request, ShareWeightsReq, lambda asked: check_transport(asked.transport))
         address, _port = request.scope.get("server") or (LOOPBACK, 0)  # at which the client has reached this host
         return response(await weights_sharing.share(manager, message, str(address)))
 
     async def load_snapshot(request: Request) -> Response:
-        message = await _message(request, LoadSnapshotReq, check_load_request)
+        message = await _message(request, LoadSnapshotReq, check_limit)
         loaded = await _while_connected(request, snapshot_loads.load(manager, message))
         return response(loaded, HTTPStatus.OK if loaded else HTTPStatus.BAD_REQUEST)
 
@@ -112,7 +107,7 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
         return response(weights_info.current(manager))
 
     async def record_probe(request: Request) -> Response:
-        metrics.observe_probe(manager, await _message(request, ProbeSummary, check_probe_summary))
+        metrics.observe_probe(manager, await _message(request, ProbeSummary))
         return response(None)
 
     def add(

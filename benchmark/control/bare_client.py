@@ -7,8 +7,7 @@ import itertools
 from typing import Any
 
 from sglang_reshard.control import Address, protocol
-from sglang_reshard.control.framing import FrameReader, FrameWriter, read_message
-from sglang_reshard.control.handshake import connect
+from sglang_reshard.control.connection import FrameReader, FrameWriter, connect, read_message
 
 _CONNECT_S = 60.0
 

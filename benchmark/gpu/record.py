@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -63,20 +63,18 @@ def main(names: list[str]) -> None:
 def _record(request: PlanRequest, path: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     job = {"request": msgspec.to_builtins(request), "path": str(path)}
-    reports = worker_process.run(
+    for _ in worker_process.run(
         "benchmark.gpu.record",
         "serve",
         job,
         what=f"The recording of {request.model}",
         environment=environment,
         deadline_seconds=_DEADLINE_S,
-    )
-    for report in reports:
-        if "error" in report:
-            raise Mismatch(report["error"])
+    ):
+        pass
 
 
-def serve() -> None:
+def serve(job: dict[str, Any]) -> None:
     """Entry point of the worker process, which can be one engine rank only."""
     import torch
 
@@ -86,7 +84,6 @@ def serve() -> None:
     from sglang_reshard.cli.plan.sources import layout_of
     from sglang_reshard.plan import TensorIndex
 
-    job = worker_process.read_job()
     request = msgspec.convert(job["request"], PlanRequest)
     choose_code_paths(request.target.tp, gpu=True)
     torch.set_num_threads(1)
@@ -94,8 +91,7 @@ def serve() -> None:
     rank = 0
     found = model_rank(request, TensorIndex.of(layout), 1, rank)
     if isinstance(found, Refusal):
-        worker_process.report({"error": found.reason})
-        return
+        raise Mismatch(found.reason)
     targets = {name: (t.numel(), str(t.dtype).removeprefix("torch.")) for name, t in found.program.targets.items()}
     recorded = recording.Recording(
         model=request.model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from random import Random
 from typing import Any
 
@@ -44,13 +45,20 @@ def _value(kind: Any, random: Random, depth: int) -> Any:
             return random.random() < 0.5
         case inspect.IntType():
             number = random.choice(_NUMBERS) if random.random() < 0.5 else random.randrange(-2, 9)
-            return max(_LEAST if kind.ge is None else kind.ge, min(_MOST if kind.le is None else kind.le, number))
+            least = _LEAST if kind.ge is None else kind.ge
+            most = _MOST if kind.le is None and kind.lt is None else kind.le if kind.lt is None else kind.lt - 1
+            step = kind.multiple_of or 1
+            return max(least, min(most, number)) // step * step
         case inspect.FloatType():
-            return random.choice(_FLOATS)
+            least = float("-inf") if kind.ge is None else kind.ge
+            most = float("inf") if kind.le is None else kind.le
+            bounded = kind.ge is not None or kind.le is not None
+            return random.choice([n for n in _FLOATS if least <= n <= most or (n != n and not bounded)])
         case inspect.StrType():
-            return random.choice(_WORDS)
+            words = [word for word in (*_WORDS, "0" * 16, "0" * 64) if len(word) >= (kind.min_length or 0)]
+            return random.choice([word for word in words if re.search(kind.pattern or "", word)])
         case inspect.BytesType():
-            return random.randbytes(random.randrange(9))
+            return random.randbytes(kind.min_length or random.randrange(9))
         case inspect.NoneType():
             return None
         case inspect.AnyType():

@@ -12,7 +12,7 @@ import pytest
 from fuzz.arbitrary import damaged, value_of
 from fuzz.settings import fuzzed
 from sglang_reshard.control import ControlClient, ControlServer, protocol, server
-from sglang_reshard.control.framing import (
+from sglang_reshard.control.connection import (
     ANSWER_BYTES,
     MAGIC,
     FrameReader,

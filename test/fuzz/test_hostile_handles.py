@@ -87,7 +87,7 @@ def test_arbitrary_handles_are_refused_or_read_in_bounds(random):
     if random.random() < 0.5:  # right about the memory, and about nothing else
         handles = msgspec.structs.replace(handles, storages=base.handles.storages, reason="")
     try:
-        check_handles(handles, base.layout, base.trainer_rank)
+        check_handles(received(handles, Handles), base.layout, base.trainer_rank)
         read_all(base.layout, handles, base.trainer_rank, base.storages())
     except ReshardError:
         pass

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from sglang_reshard import ModuleReceiver, ModuleSender
 from sglang_reshard.control import ControlServer
-from sglang_reshard.control.framing import FrameWriter
+from sglang_reshard.control.connection import FrameWriter
 from sglang_reshard.errors import EngineRefused, Mismatch, TornWeights
 from sglang_reshard.extras.request_mail import Mailbox, MailRoom
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, encode

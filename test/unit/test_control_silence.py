@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from sglang_reshard.control.sockets import configure, silent_seconds
+from sglang_reshard.control.connection import configure, silence
 
 
 class Connection:
@@ -21,9 +21,10 @@ class Connection:
         return struct.pack("=8x13I", *self._fields)[:size]
 
 
-@pytest.mark.parametrize(("under_way", "since_ms", "seconds"), [(0, 9000, 0.0), (1, 9000, 9.0), (20, 500, 0.5)])
-def test_an_end_is_silent_since_its_last_word_if_something_is_under_way(under_way, since_ms, seconds):
-    assert silent_seconds(Connection(under_way, since_ms)) == seconds
+@pytest.mark.parametrize(("under_way", "since_ms", "says"), [(0, 9000, ""), (1, 9000, "for 9 s"), (20, 500, "")])
+def test_an_end_is_silent_since_its_last_word_if_something_is_under_way(under_way, since_ms, says):
+    assert silence(Connection(under_way, since_ms)).endswith(says)
+    assert bool(silence(Connection(under_way, since_ms))) == bool(says)
 
 
 def test_a_process_that_does_not_read_is_not_silent():
@@ -35,6 +36,6 @@ def test_a_process_that_does_not_read_is_not_silent():
         with contextlib.suppress(BlockingIOError):
             while True:
                 ours.send(bytes(1 << 16))
-        assert silent_seconds(ours) < 1.0
+        assert not silence(ours)
         ours.close()
         theirs.close()

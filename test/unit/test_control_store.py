@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from sglang_reshard.control import protocol, store
-from sglang_reshard.control.framing import read_request
+from sglang_reshard.control.connection import read_request
 from sglang_reshard.control.scopes import MAX_NAME_CHARACTERS
 from sglang_reshard.control.server import MemoryQuota
 from sglang_reshard.control.store import MAX_WAITS, SessionStore, execute
@@ -147,18 +147,6 @@ def test_what_is_appended_once_is_not_appended_again(table):
     assert get(table, "b", "list", "list/2") == [("b", protocol.Result(1, [b"3", b""]))]
     assert ask(table, "b", "delete_prefix", "asked/") == [("b", protocol.Result(1, 2))]
     assert ask(table, "b", "num_keys") == [("b", protocol.Result(1, 4))]
-
-
-def test_compare_and_set_is_what_torch_means_by_it(table):
-    def swap(expected, desired):
-        ((_, reply),) = ask(table, "a", "compare_set", "k", expected, desired)
-        return reply.value
-
-    assert swap(b"no", b"1") == b"no"  # missing, and something was expected: nothing is set
-    assert ask(table, "a", "exists", ("k",)) == [("a", protocol.Result(1, [False]))]
-    assert swap(b"", b"1") == b"1"
-    assert swap(b"2", b"3") == b"1"
-    assert swap(b"1", b"3") == b"3"
 
 
 def test_a_gather_lets_all_through_in_one_moment_and_is_forgotten(table):

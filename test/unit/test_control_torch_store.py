@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.control import ControlClient, ControlStore
+from sglang_reshard.control import ControlClient
+from sglang_reshard.control.torch_store import ControlStore
 from sglang_reshard.errors import Aborted, ConnectionLost
 from sglang_reshard.protocol.session import Session
 from support.ready import CONTEXT

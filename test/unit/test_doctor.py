@@ -21,8 +21,9 @@ import torch
 
 import sglang_reshard
 from sglang_reshard import __version__
-from sglang_reshard.cli.doctor import Finding, gpus, host, imports, installed, nixl, server
-from sglang_reshard.cli.doctor.output import as_json, failed, show
+from sglang_reshard.cli import doctor
+from sglang_reshard.cli.doctor import Finding, gpus, host, imports, installed, server
+from sglang_reshard.cli.doctor.finding import as_json, as_text
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.patches.launch import TORCHRUN_VARIABLES
@@ -129,9 +130,8 @@ def distribution(folder: Path, name: str, version: str, entry_point: str = "", r
 
 
 def test_this_installation_is_sound() -> None:
-    for check in installed.CHECKS:
-        for finding in check():
-            assert finding.status != "fail", finding
+    for finding in doctor._findings("installed"):
+        assert finding.status != "fail", finding
 
 
 def test_another_version_of_sglang_is_named_with_the_right_one(tmp_path: Path) -> None:
@@ -214,15 +214,6 @@ def test_every_module_of_a_side_exists(side: imports.Side) -> None:
         if module.startswith("sglang_reshard"):
             path = folders.get(first, root / "python" / "sglang_reshard" / first).joinpath(*rest)
             assert path.with_suffix(".py").is_file() or (path / "__init__.py").is_file(), module
-
-
-def test_without_rich_the_findings_are_plain_text(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    show([Finding("a", "ok", "fine"), Finding("b", "fail", "broken", "mend it")])
-    printed = capsys.readouterr().out.splitlines()
-    assert printed == ["ok       a: fine", "fail     b: broken", "         -> mend it", "1 failed, 0 warnings, 1 ok"]
 
 
 # -- GPUs and memory
@@ -389,19 +380,14 @@ def test_a_wrong_key_and_no_server() -> None:
 
 
 def test_findings_as_text_and_json() -> None:
-    from rich.console import Console
-
-    findings = [Finding("a", "ok", "fine"), Finding("b", "warning", "not [quite]", "mend it")]
-    console = Console(record=True, width=80)
-    with console.capture() as captured:
-        show(findings, console)
-    assert "not [quite]" in captured.get()
-    assert "-> mend it" in captured.get()
-    assert "0 failed, 1 warnings, 1 ok" in captured.get()
-    assert not failed(findings)
-    told = json.loads(as_json([*findings, Finding("c", "fail", "broken", "buy another")]))
+    findings = [Finding("a", "ok", "fine"), Finding("b", "fail", "broken", "mend it")]
+    lines = ["ok       a: fine", "fail     b: broken", "         -> mend it", "1 failed, 0 warnings, 1 ok"]
+    assert as_text(findings).splitlines() == lines
+    assert "\033[1;31m-> mend it\033[0m" in as_text(findings, coloured=True)
+    told = json.loads(as_json(findings))
     assert told["ok"] is False
-    assert told["findings"][2] == {"name": "c", "status": "fail", "says": "broken", "cure": "buy another"}
+    assert told["findings"][1] == {"name": "b", "status": "fail", "says": "broken", "cure": "mend it"}
+    assert json.loads(as_json(findings[:1]))["ok"]
 
 
 def test_the_command_ends_with_one_where_something_fails() -> None:
@@ -422,7 +408,7 @@ def test_the_command_ends_with_one_where_something_fails() -> None:
 
 
 def test_nixl_is_not_needed() -> None:
-    found = only(nixl.check_nixl())
+    found = only(host.check_nixl())
     assert (found.status, "not installed" in found.says) == ("ok", True)
 
 
@@ -432,10 +418,10 @@ def test_nixl_and_rdma_devices(
 ) -> None:
     for device in devices:
         (tmp_path / "infiniband" / device).mkdir(parents=True)
-    monkeypatch.setattr(nixl, "RDMA_DEVICES", tmp_path / "infiniband")
+    monkeypatch.setattr(host, "RDMA_DEVICES", tmp_path / "infiniband")
     monkeypatch.setenv("UCX_TLS", "rc,cuda_copy")
     with distribution(tmp_path, "nixl", "1.5.1"):
-        found = only(nixl.check_nixl())
+        found = only(host.check_nixl())
     assert found.status == status
     assert "UCX_TLS=rc,cuda_copy" in found.says
     assert all(device in found.says for device in devices)

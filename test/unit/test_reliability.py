@@ -37,6 +37,7 @@ def test_a_rank_that_is_lost_in_a_vote_counts_as_torn_unless_it_learns_that_nobo
     with contextlib.closing(ControlServer.open("127.0.0.1")) as server:
         trainer, session = Session.join(server.address, 10), Session.join(server.address, 10)
         with trainer.trainer_channel(1, "trainer rank 0"), contextlib.suppress(ConnectionLost):
+            trainer.client.num_keys()  # by now the trainer rank is in the update
             channel = session.engine_channel(1, 0, "engine rank 0")
             lost = Mock(side_effect=ConnectionLost("of this rank"))
             context: Any = SimpleNamespace(channel=channel, request=SimpleNamespace(update=1), all_gather=lost)

@@ -9,7 +9,7 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import ControlServer
-from sglang_reshard.control.framing import FrameWriter
+from sglang_reshard.control.connection import FrameWriter
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Aborted

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_reshard.cli.main import app
-from sglang_reshard.cli.report import drawing, files, page, perfetto
+from sglang_reshard.cli.report import command, drawing, page, perfetto
 from sglang_reshard.cli.report.timeline import TRAINER, spans
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.observability.report import RankReport, TrainerRankReport, UpdateReport
@@ -124,11 +124,11 @@ def test_the_trace_has_a_track_for_each_rank_and_its_phases_in_microseconds() ->
 def test_a_file_has_one_report_or_a_line_for_each(tmp_path: Path) -> None:
     path = tmp_path / "updates.jsonl"
     path.write_text("\n".join(report(weight_version=str(n)).json() for n in (1, 2, 3)) + "\n")
-    assert [files.read(path, n).weight_version for n in (0, 1, 3)] == ["3", "1", "3"]
+    assert [command.read(path, n).weight_version for n in (0, 1, 3)] == ["3", "1", "3"]
     with pytest.raises(Mismatch, match="has 3 reports, not 4; pass --update 1 to 3"):
-        files.read(path, 4)
+        command.read(path, 4)
     path.write_text(json.dumps(json.loads(report(weight_version="9").json()), indent=2))
-    assert files.read(path, 0).weight_version == "9"
+    assert command.read(path, 0).weight_version == "9"
 
 
 @pytest.mark.parametrize(("text", "why"), [("", "is empty"), ('{"success": true}', "line 1"), ("{}\nno", "line 1")])
@@ -136,7 +136,7 @@ def test_a_file_that_holds_no_report_is_refused_by_its_line(tmp_path: Path, text
     path = tmp_path / "updates.jsonl"
     path.write_text(text)
     with pytest.raises(Mismatch, match=why):
-        files.read(path, 0)
+        command.read(path, 0)
 
 
 def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.control.framing import FrameReader, FrameWriter
+from sglang_reshard.control.connection import FrameReader, FrameWriter
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from support.toy import ToyRank, checkpoint

@@ -8,8 +8,9 @@ import torch
 from msgspec.structs import replace
 
 from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import LocalRegion, Region
-from sglang_reshard.memory.gpu_memory import GpuAllocation
+from sglang_reshard.memory.gpu_memory import GpuAllocation, Mark
 from sglang_reshard.memory.mapping import Handles, MemoryExporter, ShardView, ShmStorage
 from sglang_reshard.memory.peer_memory import PeerMemory
 from sglang_reshard.protocol.validation import check_handles, check_layout
@@ -32,6 +33,10 @@ def handles(shards):
     found = MemoryExporter(0).export(shards)
     check_handles(found, GOOD, 0)
     return found
+
+
+def received(handles):
+    return unpack_blob(pack_blob(handles)[1], Handles)
 
 
 def with_view(number, **changes):
@@ -57,12 +62,12 @@ def with_storage(number, **changes):
     [
         (with_view(1, storage=2), "trainer rank 0: the shard of t1 .* there are 2 storages"),
         (with_view(1, storage=-1), "the shard of t1 .* there are 2 storages"),
-        (with_view(1, storage=-2), "the shard of t1"),
-        (with_view(0, offset=-1), "the shard of t0"),
+        (with_view(1, storage=-2), r"`int` >= -1 - at `\$.shards\[\d\]\[0\]`"),
+        (with_view(0, offset=-1), r"`int` >= 0 - at `\$.shards\[\d\]\[1\]`"),
         (with_view(0, offset=11), "the shard of t0 .* reaches to byte 34 of 32"),
         (with_view(0, offset=BIG), "the shard of t0"),
         (with_view(0, strides=(14, 1)), "the shard of t0 .* reaches to byte 34 of 32"),
-        (with_view(0, strides=(-3, 1)), "the shard of t0 .* strides do not fit"),
+        (with_view(0, strides=(-3, 1)), r"`int` >= 0 - at `\$.shards\[\d\]\[2\]"),
         (with_view(0, strides=(3,)), "the shard of t0 .* strides do not fit"),
         (with_view(0, strides=(BIG, BIG)), "the shard of t0"),
         (with_view(2, strides=(2,)), "the shard of t2"),
@@ -70,18 +75,17 @@ def with_storage(number, **changes):
         (lambda h: replace(h, shards=(*h.shards, h.shards[0])), "4 shards, but its layout has 3 tensors"),
         (lambda h: replace(h, storages=h.storages[:1]), "the shard of t2"),
         (with_storage(1, nbytes=8), "the shard of t2 .* reaches to byte 10 of 8"),
-        (with_storage(1, nbytes=0), "storage number 1 of trainer rank 0"),
-        (with_storage(1, nbytes=BIG), "storage number 1 of trainer rank 0"),
-        (with_storage(1, pid=0), "storage number 1 of trainer rank 0"),
-        (with_storage(1, pid=-1), "storage number 1 of trainer rank 0"),
-        (with_storage(1, fd=-1), "storage number 1 of trainer rank 0"),
-        (with_storage(1, fd=1 << 31), "storage number 1 of trainer rank 0"),
-        (with_storage(1, inode=-1), "storage number 1 of trainer rank 0"),
+        (with_storage(1, nbytes=0), r"at `\$.storages\[\d\].nbytes`"),
+        (with_storage(1, nbytes=BIG), r"at `\$.storages\[\d\].nbytes`"),
+        (with_storage(1, pid=0), r"at `\$.storages\[\d\].pid`"),
+        (with_storage(1, fd=-1), r"at `\$.storages\[\d\].fd`"),
+        (with_storage(1, fd=1 << 31), r"at `\$.storages\[\d\].fd`"),
+        (with_storage(1, inode=-1), r"at `\$.storages\[\d\].inode`"),
     ],
 )
 def test_handles_of_other_memory_than_there_is_are_refused(handles, change, says):
     with pytest.raises(Mismatch, match=says):
-        check_handles(change(handles), GOOD, 0)
+        check_handles(received(change(handles)), GOOD, 0)
 
 
 @pytest.mark.parametrize(("tp", "ranks"), [(1, 1), (2, 2), (2, 4)])
@@ -132,29 +136,38 @@ FLAT = SourceLayout(1, (Mesh((1,), (0,)),), ((Placement(0),),), (SourceTensor("w
     [
         ({}, ""),
         ({"nbytes": 31}, "the shard of w"),
-        ({"nbytes": -1}, "storage number 0"),
-        ({"nbytes": BIG}, "storage number 0"),
-        ({"handle": b""}, "its handle has 0 bytes, expected 64"),
-        ({"handle": b"h" * 63}, "its handle has 63 bytes"),
-        ({"handle": b"h" * 66}, "its handle has 66 bytes"),
-        ({"device_uuid": ""}, "not the UUID of a GPU"),
-        ({"device_uuid": "x" * 5000}, "not the UUID of a GPU"),
+        ({"nbytes": -1}, r"at `\$.storages\[\d\].nbytes`"),
+        ({"nbytes": BIG}, r"at `\$.storages\[\d\].nbytes`"),
+        ({"handle": b""}, "of length >= 64"),
+        ({"handle": b"h" * 63}, "of length >= 64"),
+        ({"handle": b"h" * 66}, "of length <= 64"),
+        ({"device_uuid": ""}, r"at `\$.storages\[\d\].device_uuid`"),
+        ({"device_uuid": "x" * 5000}, r"at `\$.storages\[\d\].device_uuid`"),
     ],
 )
 def test_handles_of_gpu_memory_that_cannot_be_are_refused(changes, says):
     handles = Handles((replace(GPU, **changes),), (ShardView(0, 0, (1,)),))
     if not says:
-        check_handles(handles, FLAT, 0)
+        check_handles(received(handles), FLAT, 0)
         return
     with pytest.raises(Mismatch, match=says):
-        check_handles(handles, FLAT, 0)
+        check_handles(received(handles), FLAT, 0)
+
+
+def test_a_mark_lies_in_its_allocation():
+    check_handles(received(Handles((), (), marks=(Mark(GPU, GPU.nbytes - 4096, 1),))), replace(FLAT, tensors=()), 0)
+    for mark in (Mark(GPU, GPU.nbytes - 4088, 1), Mark(GPU, -8, 1), Mark(GPU, 4, 1), Mark(GPU, 0, -1)):
+        with pytest.raises(Mismatch, match="mark"):
+            check_handles(received(Handles((), (), marks=(mark,))), replace(FLAT, tensors=()), 0)
 
 
 def test_a_rank_says_why_it_has_no_handles_and_has_none_then(handles):
     check_handles(Handles((), (), "trainer rank 0: no room"), GOOD, 0)
-    for beside in (replace(handles, reason="none"), Handles((), handles.shards, "none"), Handles((), (), "x" * 5000)):
+    for beside in (replace(handles, reason="none"), Handles((), handles.shards, "none")):
         with pytest.raises(Mismatch, match="a reason why it has no handles"):
             check_handles(beside, GOOD, 0)
+    with pytest.raises(Mismatch, match=r"of length <= 4096 - at `\$.reason`"):
+        received(Handles((), (), "x" * 5000))
     with pytest.raises(Unsupported, match="no room"):
         PeerMemory(0, Handles((), (), "trainer rank 0: no room"))
 

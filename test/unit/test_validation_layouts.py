@@ -11,7 +11,8 @@ from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import invalid_reason
 from sglang_reshard.layout.source_layout import EXPLICIT
-from sglang_reshard.protocol.validation import check_layout, layouts
+from sglang_reshard.protocol import validation
+from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.sources import ExplicitSharding, Mesh, Placement, ShardBox, ShardMap, SourceLayout, SourceTensor
 from support.plans import tensor_parallel
 
@@ -78,7 +79,7 @@ def test_honest_layouts_pass():
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(layout, says, monkeypatch):
-    monkeypatch.setattr(layouts, "MAX_EXPLICIT_SHARDS", 99)
+    monkeypatch.setattr(validation, "MAX_EXPLICIT_SHARDS", 99)
     digest, blob = pack_blob(layout)
     with pytest.raises(Mismatch, match=says):
         check_layout(unpack_blob(blob, SourceLayout, digest), 2)

@@ -9,26 +9,30 @@ import pytest
 
 from sglang_reshard.cli.plan.forked_jobs import ChildFailed
 from sglang_reshard.cli.plan.worker_process import run
-from sglang_reshard.errors import DeadlineExceeded
+from sglang_reshard.errors import DeadlineExceeded, Mismatch
 
 WORK = """
 import os, sys, time
 from sglang_reshard.cli.plan import worker_process
+from sglang_reshard.errors import DeadlineExceeded, Unsupported
 
-def twice():
+def twice(job):
     print("SGLang says hello")
-    for number in worker_process.read_job():
+    for number in job:
         worker_process.report({"twice": 2 * number})
 
-def fails():
+def fails(_):
     worker_process.report(os.getpid())
     raise ValueError("no such model")
 
-def late():
-    sys.stderr.write("after 3 s these are not done: 1, 2")
-    sys.exit(worker_process.TOO_LATE)
+def late(_):
+    raise DeadlineExceeded("after 3 s these are not done: 1, 2")
 
-def stays():
+def refuses(_):
+    print("SGLang warns", file=sys.stderr)
+    raise Unsupported("of this checkpoint a config does not tell the tensors")
+
+def stays(_):
     worker_process.report(os.getpid())
     time.sleep(600)
 """
@@ -58,8 +62,10 @@ def test_a_failure_comes_with_its_traceback(ask):
 
 
 def test_too_late_is_an_error_of_its_own(ask):
-    with pytest.raises(DeadlineExceeded, match="not done: 1, 2"):
+    with pytest.raises(DeadlineExceeded, match=r"^The plan of a model: after 3 s these are not done: 1, 2$"):
         list(ask("late"))
+    with pytest.raises(Mismatch, match=r"^of this checkpoint a config does not tell the tensors$"):
+        list(ask("refuses"))
 
 
 def test_a_reader_that_leaves_ends_the_process(ask):

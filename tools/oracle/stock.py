@@ -8,7 +8,6 @@ what no checkpoint has is as the model's constructor leaves it, and not as dummy
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 from sglang_reshard.cli.plan import worker_process
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import build_rank, import_before_forks
-from sglang_reshard.errors import DeadlineExceeded
 from sglang_reshard.testing import cpu_host
 from tools.oracle.digests import digests
 
@@ -53,7 +51,7 @@ def stock_digests(
     found: dict[int, list[dict[str, str]]] = {}
     loading = worker_process.run(
         __name__,
-        "serve",
+        "_serve",
         job,
         what=f"Stock loading of {model_path}",
         environment=_environment(tp_size),
@@ -104,11 +102,3 @@ def _serve(job: dict[str, Any]) -> None:
     results = run_in_forks(load, job["ranks"], processes=job["processes"], deadline_seconds=job["deadline_seconds"])
     for rank, found in results:
         worker_process.report([rank, found])
-
-
-def serve() -> None:
-    try:
-        _serve(worker_process.read_job())
-    except DeadlineExceeded as error:
-        print(error, file=sys.stderr)
-        sys.exit(worker_process.TOO_LATE)

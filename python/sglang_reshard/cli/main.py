@@ -126,16 +126,11 @@ def doctor(
 ) -> None:
     """Check that this machine, and a server, can run updates. Each failed check is shown with its fix."""
     from sglang_reshard.cli.doctor import examine
+    from sglang_reshard.cli.doctor.finding import show
     from sglang_reshard.cli.doctor.imports import side_named
-    from sglang_reshard.cli.doctor.output import as_json, failed, show
 
     api, admin = keys.key(api_key, api_key_file), keys.key(admin_api_key, admin_api_key_file)
-    findings = examine(url, api or "", admin or "", side_named(side))
-    if json:
-        typer.echo(as_json(findings))
-    else:
-        show(findings)
-    raise typer.Exit(1 if failed(findings) else 0)
+    raise typer.Exit(show(examine(url, api or "", admin or "", side_named(side)), json=json))
 
 
 @app.command()

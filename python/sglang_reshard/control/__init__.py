@@ -10,27 +10,12 @@ It carries metadata, never a tensor: keys and values as in torch.distributed.Sto
 or none does, and scopes. A scope is a joint operation of ranks. When one of them is killed between `enter` and `leave`,
 its connection breaks, the scope is cancelled, and all who wait in it raise Aborted at once. An all-gather may mark its
 scope; `revoke` finds out whether it has, and prevents it otherwise. Both sides prove that they have the session's key
-before either reads a message, and every frame is authenticated (`framing`). pyzmq is as fast, but does not say which
+before either reads a message, and every frame is authenticated (`connection`). pyzmq is as fast, but does not say which
 peer has died, and bounds no bytes (docs/results/control.md).
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from sglang_reshard.control.address import Address
 from sglang_reshard.control.client import ControlClient, Standing, WaitTimedOut, weakly
+from sglang_reshard.control.connection import Address
 from sglang_reshard.control.server import ControlServer
 
-if TYPE_CHECKING:
-    from sglang_reshard.control.torch_store import ControlStore
-
-__all__ = ["Address", "ControlClient", "ControlServer", "ControlStore", "Standing", "WaitTimedOut", "weakly"]
-
-
-def __getattr__(name: str) -> Any:
-    """Imports `ControlStore` on first use: only this part needs torch."""
-    if name != "ControlStore":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("sglang_reshard.control.torch_store").ControlStore
+__all__ = ["Address", "ControlClient", "ControlServer", "Standing", "WaitTimedOut", "weakly"]

@@ -14,16 +14,12 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from sglang_reshard.control import protocol
-from sglang_reshard.control.address import Address
-from sglang_reshard.control.framing import read_message
-from sglang_reshard.control.handshake import connect, server_name
+from sglang_reshard.control.connection import LOOK_S, READ_BYTES, Address, connect, read_message, server_name, silence
 from sglang_reshard.control.protocol import ProtocolError, QuotaExceeded
-from sglang_reshard.control.sockets import LOOK_S, SILENT_S, silent_seconds
 from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, ReshardError
 
 GRACE_S = 5.0  # how much longer than the requested wait the server may take to reply
 _CLOSE_S = 2.0
-_READ_BYTES = 256 * 1024
 
 
 class WaitTimedOut(Exception):
@@ -365,11 +361,11 @@ class ControlClient:
         try:
             while self._lost is None:
                 if not arrived.poll(LOOK_S * 1000):
-                    if (silent_s := silent_seconds(self._socket)) > SILENT_S:
-                        why = f"its host has not acknowledged anything for {silent_s:.0f} s; is the network down?"
+                    if silent := silence(self._socket):
+                        why = f"{silent}; is the network down?"
                         break
                     continue
-                data = self._socket.recv(_READ_BYTES)
+                data = self._socket.recv(READ_BYTES)
                 if not data:
                     break
                 for body in self._reader.feed(data):

@@ -17,20 +17,24 @@ from concurrent import futures
 from typing import Any, cast
 
 from sglang_reshard.control import protocol
-from sglang_reshard.control.address import Address
-from sglang_reshard.control.framing import (
+from sglang_reshard.control.connection import (
+    LOOK_S,
     MAGIC,
     MAX_FRAME_BYTES,
     NONCE_BYTES,
     PROOF_BYTES,
+    READ_BYTES,
+    Address,
     FrameReader,
     FrameWriter,
+    configure,
     directions,
+    listen,
     proof,
     read_request,
+    silence,
 )
 from sglang_reshard.control.protocol import Call, ProtocolError, QuotaExceeded, operation
-from sglang_reshard.control.sockets import LOOK_S, SILENT_S, configure, listen, silent_seconds
 from sglang_reshard.control.store import SessionStore, check_name, execute
 
 logger = logging.getLogger(__name__)
@@ -43,7 +47,6 @@ MAX_UNSENT_BYTES = 2 * MAX_FRAME_BYTES
 _MAX_HANDSHAKES, _HANDSHAKE_S, _HANDSHAKE_WHEN_FULL_S = 64, 5.0, 1.0
 _FLUSH_S = 5.0  # for a client to take its replies after its session has ended
 _LOG_EVERY_S = 1.0
-_READ_BYTES = 256 * 1024
 
 
 class MemoryQuota:
@@ -150,8 +153,8 @@ class _Connection(asyncio.BufferedProtocol):
     def drop_if_silent(self) -> None:
         """Ends the connection if the client's host has vanished."""
         with contextlib.suppress(OSError):  # it is being closed
-            if (silent_s := silent_seconds(self.transport.get_extra_info("socket"))) > SILENT_S:
-                self._drop(f"its host has not acknowledged anything for {silent_s:.0f} s")
+            if why := silence(self.transport.get_extra_info("socket")):
+                self._drop(why)
 
     def count(self, *, grown: bool = True) -> None:
         """Counts in the quota what this connection holds, and ends it if all of them together hold more than that.
@@ -188,7 +191,7 @@ class ControlServer:
 
     @classmethod
     def open(cls, interface: str = "127.0.0.1", stored_bytes: int = DEFAULT_STORED_BYTES) -> ControlServer:
-        """Listens on a free port of `interface`, an address of this host. Raises what `sockets.listen` does.
+        """Listens on a free port of `interface`, an address of this host. Raises what `connection.listen` does.
 
         Args:
             stored_bytes: limit of the bytes that all sessions may hold together.
@@ -214,7 +217,7 @@ class _Serving:
         host, port = listener.getsockname()[:2]
         self.address = Address(secrets.token_hex(16), host, port, key.hex())
         self.connections: set[_Connection] = set()
-        self.buffer = memoryview(bytearray(_READ_BYTES))
+        self.buffer = memoryview(bytearray(READ_BYTES))
         self._key, self._listener = key, listener
         self.quota = MemoryQuota(stored_bytes, recount=self._recount)
         self._stores: dict[str, SessionStore] = {}

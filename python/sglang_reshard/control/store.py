@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_reshard.control import protocol
-from sglang_reshard.control.framing import MAX_FRAME_BYTES
+from sglang_reshard.control.connection import MAX_FRAME_BYTES
 from sglang_reshard.control.protocol import DEFERRED, Call, Client, Event, QuotaExceeded, operation
 from sglang_reshard.control.scopes import MAX_NAME_CHARACTERS, CancelScopes, Take, is_within
 from sglang_reshard.errors import Aborted

@@ -27,6 +27,7 @@ from sglang_reshard.protocol.messages import (
 )
 
 _SESSION, _RECEIVERS = "receivers", "names"
+_NO_KEY = "0" * 64  # in its place
 _WAIT_S = 60.0  # at a time: a wait without a limit is many of these
 
 
@@ -79,7 +80,7 @@ class Mailbox:
             wait_s = min(max(end - time.monotonic(), 0.0), _WAIT_S)
             try:
                 (data,) = self._client.get([_request(self._name, self._number)], wait_s, _scope(self._name))
-                return _with_key(decode(data, DistributedUpdateWeightsReq), "", self._key)
+                return _with_key(decode(data, DistributedUpdateWeightsReq), _NO_KEY, self._key)
             except WaitTimedOut:
                 if time.monotonic() >= end:
                     return None
@@ -144,7 +145,7 @@ class MailRoom:
         self._sent[name] += 1
         keys = [_request(name, number), _answer(name, number)]
         try:
-            self._client.set({keys[0]: encode(_with_key(request, self._key, ""))})
+            self._client.set({keys[0]: encode(_with_key(request, self._key, _NO_KEY))})
             (data,) = self._client.get(keys[1:], request.timeout_s, _scope(name), lambda _: (
                 f"receiver {name} did not take the weights within {request.timeout_s:.0f} s. Does it call "
                 "poll_and_apply, receive or start?"
@@ -172,16 +173,10 @@ class MailRoom:
 
 
 def _with_key(request: DistributedUpdateWeightsReq, old: str, new: str) -> DistributedUpdateWeightsReq:
-    """Returns the request with `new` for the key `old` of all its addresses. Raises Mismatch for any other key."""
-
-    def changed(address: Address) -> Address:
-        if address.key != old:
-            raise Mismatch(
-                f"{request.name()} came from another control server than the one its receiver is connected to"
-            )
-        return msgspec.structs.replace(address, key=new)
-
-    return msgspec.structs.replace(request, address=changed(request.address))
+    """Returns the request with `new` for the key `old` of its address. Raises Mismatch for any other key."""
+    if request.address.key != old:
+        raise Mismatch(f"{request.name()} came from another control server than the one its receiver is connected to")
+    return msgspec.structs.replace(request, address=msgspec.structs.replace(request.address, key=new))
 
 
 def _scope(name: str) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 # By these, two processes choose each for itself how they reach each other on one host (NCCL 2.28: transport.cc, p2p.cc,
 # shm.cc). If they choose differently, both wait forever. NCCL_NVLS_ENABLE is not one of them: NCCL takes the least.
@@ -19,6 +22,8 @@ DOMAIN_SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_MNNVL_ENABLE", "NCCL_MNNVL_UUID", 
 CHANNEL_SETTINGS = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
 NCCL_SETTINGS = tuple(dict.fromkeys((*HOST_SETTINGS, *DOMAIN_SETTINGS, *CHANNEL_SETTINGS)))
 
+Text = Annotated[str, Meta(max_length=4096)]
+
 
 class RankGpuInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """The GPU of one rank, and the settings of its process. Equal to `RankGpuInfo()` for a rank without a GPU.
@@ -30,8 +35,8 @@ class RankGpuInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     fabric     names the NVLink domain of several hosts that the GPU is in; empty for none
     """
 
-    uuid: str = ""
-    visible: tuple[str, ...] = ()
-    allocator: str = ""
-    nccl: dict[str, str] = {}
-    fabric: str = ""
+    uuid: Text = ""
+    visible: Annotated[tuple[Text, ...], Meta(max_length=1024)] = ()
+    allocator: Text = ""
+    nccl: Annotated[dict[Text, Text], Meta(max_length=1024)] = {}
+    fabric: Text = ""

@@ -11,13 +11,18 @@ import secrets
 from bisect import bisect_right
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Annotated
 
 import msgspec
 import torch
+from msgspec import Meta
 
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.gpu.driver import HANDLE_BYTES
 from sglang_reshard.gpu.runtime import Allocation, runtime
 
+MAX_STORAGE_BYTES = 1 << 46  # half of the addresses that a process has on common machines
+StorageBytes = Annotated[int, Meta(ge=1, le=MAX_STORAGE_BYTES)]
 MARK_WORDS = 512  # of 8 bytes: a page
 _STEP = -0x61C8864680B583EB  # odd, and without a pattern
 
@@ -25,9 +30,9 @@ _STEP = -0x61C8864680B583EB  # odd, and without a pattern
 class GpuAllocation(msgspec.Struct, frozen=True, tag="gpu"):
     """A CUDA IPC handle of an allocation on one GPU; `id` is never that of a later one in the same process."""
 
-    device_uuid: str
-    handle: bytes
-    nbytes: int
+    device_uuid: Annotated[str, Meta(min_length=1, max_length=4096)]
+    handle: Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
+    nbytes: StorageBytes
     id: int
 
 
@@ -35,8 +40,8 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
     """A page of known words in GPU memory, at `offset` bytes of an allocation; `seed` says which words."""
 
     allocation: GpuAllocation
-    offset: int
-    seed: int
+    offset: Annotated[int, Meta(ge=0, multiple_of=8)]
+    seed: Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class GpuExporter:

@@ -17,15 +17,17 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 import torch
+from msgspec import Meta
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.regions import aligned
-from sglang_reshard.memory.gpu_memory import GpuAllocation, GpuExporter, Mark
+from sglang_reshard.memory.gpu_memory import GpuAllocation, GpuExporter, Mark, StorageBytes
 from sglang_reshard.memory.host_arena import HostArena
 from sglang_reshard.memory.shm import check_free_shm, raise_descriptor_limit, share
 
@@ -33,18 +35,18 @@ from sglang_reshard.memory.shm import check_free_shm, raise_descriptor_limit, sh
 class ShmStorage(msgspec.Struct, frozen=True, tag="shm"):
     """POSIX shared memory: an open file descriptor of a process, and the inode that identifies the file."""
 
-    pid: int
-    fd: int
-    inode: int
-    nbytes: int
+    pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    fd: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    inode: Annotated[int, Meta(ge=0)]
+    nbytes: StorageBytes
 
 
 class ShardView(msgspec.Struct, frozen=True, array_like=True):
     """A shard as a view of `Handles.storages[storage]`: offset and strides in elements; -1 for an empty shard."""
 
-    storage: int
-    offset: int
-    strides: tuple[int, ...]
+    storage: Annotated[int, Meta(ge=-1)]
+    offset: Annotated[int, Meta(ge=0)]
+    strides: tuple[Annotated[int, Meta(ge=0)], ...]
 
 
 class Handles(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -56,8 +58,8 @@ class Handles(msgspec.Struct, frozen=True, omit_defaults=True):
 
     storages: tuple[ShmStorage | GpuAllocation, ...]
     shards: tuple[ShardView, ...]
-    reason: str = ""
-    marks: tuple[Mark, ...] = ()
+    reason: Annotated[str, Meta(max_length=4096)] = ""
+    marks: Annotated[tuple[Mark, ...], Meta(max_length=64)] = ()
 
 
 def host_identity() -> str:

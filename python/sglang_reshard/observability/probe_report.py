@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Outcome = Literal["passed", "mismatch", "skipped"]
 OUTCOMES: tuple[Outcome, ...] = ("passed", "mismatch", "skipped")
 
@@ -115,6 +116,6 @@ class ProbeSummary(msgspec.Struct, frozen=True):
     """
 
     outcome: Outcome
-    mean_difference: float | None
-    largest_difference: float | None
-    seconds: float
+    mean_difference: NotNegative | None
+    largest_difference: NotNegative | None
+    seconds: NotNegative

@@ -48,14 +48,8 @@ class Traffic(msgspec.Struct, frozen=True):
 
     def report(self, **others: Any) -> RankReport:
         """Returns the report of a rank that received this, with its other fields."""
-        return RankReport(
-            received_bytes=self.received_bytes,
-            relayed_bytes=self.relayed_bytes,
-            compared=self.compared,
-            changed=self.changed,
-            read_bytes=self.read_bytes,
-            **others,
-        )
+        shared = set(self.__struct_fields__).intersection(RankReport.__struct_fields__)
+        return RankReport(**{name: getattr(self, name) for name in shared}, **others)
 
 
 class RankReport(msgspec.Struct, frozen=True):
@@ -269,13 +263,19 @@ def _overview(report: UpdateReport) -> Table:
     return table
 
 
-def _phases(report: UpdateReport) -> Table:
+def titled_table(title: str, first: str, *others: str) -> Table:
+    """Returns a table with these columns. All but the first are for numbers."""
     from rich.table import Table
 
-    table = Table(title="seconds", title_justify="left")
-    table.add_column("phase")
-    for column in ("min", "median", "max", "slowest rank"):
+    table = Table(title=title, title_justify="left")
+    table.add_column(first)
+    for column in others:
         table.add_column(column, justify="right")
+    return table
+
+
+def _phases(report: UpdateReport) -> Table:
+    table = titled_table("seconds", "phase", "min", "median", "max", "slowest rank")
     for phase in sorted(report.seconds, key=_order):
         by_rank = [(rank.seconds[phase], rank.rank) for rank in report.engine_ranks if phase in rank.seconds]
         if phase in _TRAINER_PHASES or not by_rank:
@@ -292,12 +292,7 @@ def _order(phase: str) -> int:
 
 
 def _ranks(side: str, columns: Sequence[str], ranks: Sequence[tuple[int, tuple[int, ...]]]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=f"bytes of {len(ranks)} {side} ranks", title_justify="left")
-    table.add_column(f"{side} rank")
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = titled_table(f"bytes of {len(ranks)} {side} ranks", f"{side} rank", *columns)
     rows: list[tuple[str, Iterable[float]]]
     if len(ranks) <= _MAX_ROWS:
         rows = [(str(rank), values) for rank, values in ranks]

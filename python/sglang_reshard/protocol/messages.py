@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, Literal, TypedDict, TypeVar, cast
+from typing import Annotated, Any, Generic, Literal, TypedDict, TypeVar, cast
 
 import msgspec
+from msgspec import Meta
 
 from sglang_reshard import errors
 from sglang_reshard.control import Address
@@ -13,11 +14,29 @@ from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.layout.decoders import msgpack_decoder
 from sglang_reshard.observability.report import RankReport, UpdateReport
+from sglang_reshard.protocol.publication import MOST_PUBLICATION
 
 T = TypeVar("T")
 
 DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 300.0
+MAX_BUCKET_BYTES = 1 << 40
+MAX_NAME_LENGTH = 4096  # characters of a name, a hash, a host
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 1e9
+_MOST_PATTERNS, _MOST_EXTRA_BYTES = 1 << 16, 1 << 24
+
+# Decoding refuses values out of these ranges, and names the field.
+Text = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
+Texts = Annotated[tuple[Text, ...], Meta(max_length=_MOST_PATTERNS)]
+Number = Annotated[int, Meta(ge=0, lt=1 << 62)]  # fits into 64 bits after an addition
+Publication = Annotated[int, Meta(ge=0, le=MOST_PUBLICATION)]
+BucketBytes = Annotated[int, Meta(ge=1, le=MAX_BUCKET_BYTES)]
+Seconds = Annotated[float, Meta(ge=MIN_TIMEOUT_S, le=MAX_TIMEOUT_S)]
+# Of a pull and a share: one engine waits for another, which nobody may have started.
+PullSeconds = Annotated[float, Meta(ge=MIN_TIMEOUT_S, le=3600)]
+Extra = Annotated[bytes, Meta(max_length=_MOST_EXTRA_BYTES)]  # what one route is asked, or offers
+EngineRank = Annotated[int, Meta(ge=0, lt=1 << 16)]
+
 WAITS = 8  # an update waits at most this many times, each time for up to `timeout_s`
 Verify = Literal["off", "sample", "full"]
 BY_VERSION: Literal["by_version"] = "by_version"
@@ -36,9 +55,9 @@ class LoraAdapter(msgspec.Struct, frozen=True):
     lora_id  SGLang's; added by the engine's tokenizer manager
     """
 
-    name: str
-    config: str
-    lora_id: str = ""
+    name: Text
+    config: Text
+    lora_id: Text = ""
 
 
 class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,37 +98,37 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     address: Address
-    engine: int = 0
-    update: int
-    layout: str
-    handles: tuple[str, ...]
-    trainer_hosts: tuple[str, ...]
+    engine: Number = 0
+    update: Number
+    layout: Text
+    handles: tuple[Text, ...]
+    trainer_hosts: tuple[Text, ...]
     trainer_devices: tuple[RankGpuInfo, ...] = ()
-    prepared: tuple[str, ...] = ()
-    weight_version: str | None = None
-    transport: str = "auto"
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    timeout_s: float = DEFAULT_TIMEOUT_S
+    prepared: tuple[Text, ...] = ()
+    weight_version: Text | None = None
+    transport: Text = "auto"
+    bucket_bytes: BucketBytes = DEFAULT_BUCKET_BYTES
+    timeout_s: Seconds = DEFAULT_TIMEOUT_S
     flush_cache: FlushCache = True
     abort_all_requests: bool = False
-    ignore: tuple[str, ...] = ()
-    apart: dict[str, str] = {}
-    frozen: tuple[str, ...] = ()
-    only: tuple[str, ...] = ()
-    stock_changes: int = 0
+    ignore: Texts = ()
+    apart: Annotated[dict[Text, Text], Meta(max_length=_MOST_PATTERNS)] = {}
+    frozen: Texts = ()
+    only: Texts = ()
+    stock_changes: Number = 0
     stock_loaded: bool = True
     verify: Verify = "off"
     staged: bool = False
     unmap_after: bool = False
     draft: bool = True
     lora: LoraAdapter | None = None
-    merged: tuple[str, ...] = ()
-    around: dict[str, bytes] = {}
-    offers: tuple[dict[int, bytes], ...] = ()
-    publication: int = 0
-    package_version: str = ""
-    protocol: int = 0
-    traceparent: str = ""
+    merged: Texts = ()
+    around: Annotated[dict[Text, Extra], Meta(max_length=16)] = {}
+    offers: tuple[dict[EngineRank, Extra], ...] = ()
+    publication: Publication = 0
+    package_version: Text = ""
+    protocol: Number = 0
+    traceparent: Text = ""
 
     def name(self) -> str:
         return f"update {self.update} of session {self.address.session}"
@@ -127,14 +146,14 @@ class ShareWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     weight_version  of the live weights; set by the engine that shares
     """
 
-    package_version: str
-    protocol: int = 0
-    transport: str = "auto"
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    timeout_s: float = DEFAULT_TIMEOUT_S
+    package_version: Text
+    protocol: Number = 0
+    transport: Text = "auto"
+    bucket_bytes: BucketBytes = DEFAULT_BUCKET_BYTES
+    timeout_s: PullSeconds = DEFAULT_TIMEOUT_S
     verify: Verify = "full"
     address: Address | None = None
-    weight_version: str | None = None
+    weight_version: Text | None = None
 
 
 class StockLoadReq(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,10 +178,10 @@ class SharedWeights(msgspec.Struct, frozen=True):
     """
 
     address: Address
-    version: str
-    digest: str
-    dtype: str
-    publication: int = 0
+    version: Text
+    digest: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")]
+    dtype: Text
+    publication: Publication = 0
 
 
 class LoadSnapshotReq(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,13 +197,13 @@ class LoadSnapshotReq(msgspec.Struct, frozen=True, kw_only=True):
     Other fields are as in `DistributedUpdateWeightsReq`.
     """
 
-    path: str
-    version: str
-    publication: int
+    path: Annotated[str, Meta(max_length=MAX_NAME_LENGTH, pattern=r"^[^\0]*\Z")]
+    version: Text
+    publication: Publication
     allow_rollback: bool = False
     staged: bool = True
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    timeout_s: float = DEFAULT_TIMEOUT_S
+    bucket_bytes: BucketBytes = DEFAULT_BUCKET_BYTES
+    timeout_s: Seconds = DEFAULT_TIMEOUT_S
     flush_cache: FlushCache = True
     abort_all_requests: bool = False
     ignore: tuple[str, ...] = ()
@@ -232,12 +251,12 @@ class PullWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     Other fields are as in `DistributedUpdateWeightsReq`.
     """
 
-    url: str
-    api_key: str = ""
-    admin_api_key: str = ""
-    transport: str = "auto"
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    timeout_s: float = DEFAULT_TIMEOUT_S
+    url: Text
+    api_key: Text = ""
+    admin_api_key: Text = ""
+    transport: Text = "auto"
+    bucket_bytes: BucketBytes = DEFAULT_BUCKET_BYTES
+    timeout_s: PullSeconds = DEFAULT_TIMEOUT_S
     verify: Verify = "full"
 
 
@@ -361,10 +380,10 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     timeout_s  seconds that any one wait may last
     """
 
-    transfer: str
-    route: str
+    transfer: Text
+    route: Text
     message: bytes
-    timeout_s: float
+    timeout_s: Seconds
 
     def asked(self, kind: type[T]) -> T:
         """Returns the message for the end. Raises Mismatch for another kind."""

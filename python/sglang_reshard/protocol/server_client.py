@@ -108,7 +108,7 @@ class ServerClient:
         Neither needs a trainer. The other server keeps generating. Raises Mismatch for a transport or a verify that
         does not exist, and TypeError for another option, before anything is sent.
         """
-        from sglang_reshard.protocol.validation.requests import check_pull_request
+        from sglang_reshard.protocol.validation import check_pull_request
 
         check_names("a pull", options, tuple(PullGiven.__annotations__))
         request = PullWeightsReq(url=url, api_key=api_key, admin_api_key=admin_api_key, **options)

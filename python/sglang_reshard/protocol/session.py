@@ -15,7 +15,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from sglang_reshard.control import Address, ControlClient, ControlServer, ControlStore, WaitTimedOut, weakly
+from sglang_reshard.control import Address, ControlClient, ControlServer, WaitTimedOut, weakly
+from sglang_reshard.control.torch_store import ControlStore
 from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel, update_scope
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex
-from sglang_reshard.protocol.validation.requests import check_transport
+from sglang_reshard.protocol.validation import check_transport
 from sglang_reshard.routes import route_module
 from sglang_reshard.routes.strategy import Strategy, demanded_bytes, first_unread
 

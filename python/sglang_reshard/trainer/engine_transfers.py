@@ -19,7 +19,6 @@ from sglang_reshard.errors import Mismatch
 from sglang_reshard.protocol.messages import Command, Connect, Prepare, Start
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import EngineScope
-from sglang_reshard.protocol.validation import check_prepare
 from sglang_reshard.routes import trainer_end
 from sglang_reshard.routes.base import Meeting, TrainerEnd, TrainerSide
 from sglang_reshard.trainer.publisher import PublishedShards
@@ -92,7 +91,6 @@ class EngineTransfers:
 
     def execute(self, scope: EngineScope, command: Command, published: PublishedShards, shards: Shards) -> None:
         if isinstance(command, Prepare):
-            check_prepare(command)
             self.release()
             self._prepared = self._prepare(command, published, shards())
             scope.report_ready(self._rank)

@@ -28,7 +28,7 @@ from sglang_reshard.protocol.messages import (
     LoraAdapter,
     Verify,
 )
-from sglang_reshard.protocol.validation.requests import check_transport
+from sglang_reshard.protocol.validation import check_transport
 
 Delta = Literal["off", "auto"]
 _VERIFY = get_args(Verify)

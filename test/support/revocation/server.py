@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sglang_reshard.control import protocol
-from sglang_reshard.control.framing import read_request
+from sglang_reshard.control.connection import read_request
 from sglang_reshard.control.scopes import _Scope
 from sglang_reshard.control.server import MemoryQuota
 from sglang_reshard.control.store import SessionStore, _AllGather, execute

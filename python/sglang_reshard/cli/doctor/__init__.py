@@ -1,20 +1,17 @@
 """`sglang-reshard doctor`: checks that this machine, and a server, can run updates. Each finding has its fix.
 
-finding    the result of one check
+finding    the result of one check, and how findings are shown
 imports    what an update imports on a trainer's, an engine's or verl's side
 installed  package versions, and whether SGLang will load the plugin
-host       shared memory, file descriptors, memory mappings, torchrun's variables
+host       shared memory, file descriptors, memory mappings, torchrun's variables, NIXL, RDMA devices
 gpus       GPUs, peer access, CUDA IPC, NCCL, memory saver
-nixl       NIXL, RDMA devices
 server     a live server, by its URL
-output     findings as a table, as text or as JSON
 
 The checks are imported when they run: a package that is missing is a finding, and the other checks go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 
 from sglang_reshard.cli.doctor.finding import Finding, Status, fail
@@ -29,17 +26,19 @@ def examine(url: str = "", api_key: str = "", admin_api_key: str = "", side: Sid
     side  the side that this environment runs; None: as its packages show
     """
     found = check_imports(side or installed_side())
-    for module in ("installed", "host", "gpus", "nixl"):
-        found += _findings(module, "CHECKS", lambda checks: [finding for check in checks for finding in check()])
+    for module in ("installed", "host", "gpus"):
+        found += _findings(module)
     if url:
-        found += _findings("server", "check_server", lambda check: check(url, api_key, admin_api_key))
+        found += _findings("server", url, api_key, admin_api_key)
     return found
 
 
-def _findings(module: str, name: str, run: Callable[..., list[Finding]]) -> list[Finding]:
-    """Returns what `run` finds with `name` of a module of this package, or that a package is missing for that."""
+def _findings(module: str, *arguments: str) -> list[Finding]:
+    """Returns the findings of all functions `check_*` of a module of this package, or that a package is missing."""
     try:
-        return run(getattr(import_module(f"{__name__}.{module}"), name))
+        functions = vars(import_module(f"{__name__}.{module}")).copy()
+        own = [f for name, f in functions.items() if name.startswith("check_") and f.__module__.endswith(module)]
+        return [finding for check in own for finding in check(*arguments)]
     except ImportError as error:
         says = f"{type(error).__name__}: {error}"
         return fail(f"checks of {module}", says, cure(missing_package(error), says))

@@ -6,13 +6,11 @@ import argparse
 import sys
 
 from sglang_reshard.cli.doctor import examine
+from sglang_reshard.cli.doctor.finding import show
 from sglang_reshard.cli.doctor.imports import SIDES
-from sglang_reshard.cli.doctor.output import as_json, as_text, failed
 
 parser = argparse.ArgumentParser(prog="python -m sglang_reshard.cli.doctor", description=__doc__)
 parser.add_argument("--side", choices=SIDES, help="what this environment is for; otherwise its packages tell")
 parser.add_argument("--json", action="store_true")
 arguments = parser.parse_args()
-findings = examine(side=arguments.side)
-print(as_json(findings) if arguments.json else as_text(findings))
-sys.exit(failed(findings))
+sys.exit(show(examine(side=arguments.side), json=arguments.json))

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from sglang_reshard.cli.doctor.finding import Check, Finding, fail, ok, warning
+from sglang_reshard.cli.doctor.finding import Finding, fail, ok, warning
 from sglang_reshard.cli.doctor.reader import pattern
 from sglang_reshard.cli.versions import installed_version
 from sglang_reshard.errors import ReshardError
@@ -116,16 +116,6 @@ def check_memory_saver() -> list[Finding]:
             f"unset {expandable[0]} for the engine's process",
         )
     return ok("memory saver", f"{told}; used where an engine is started with enable_memory_saver=True")
-
-
-CHECKS: tuple[Check, ...] = (
-    check_gpus,
-    check_peer_access,
-    check_allocator,
-    check_handles,
-    check_nccl,
-    check_memory_saver,
-)
 
 
 def _handed_over(devices: list[torch.device]) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Checks the host: shared memory, file descriptors, memory mappings, environment variables."""
+"""Checks the host: shared memory, file descriptors, memory mappings, environment variables, NIXL over RDMA."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import resource
 import shutil
 from pathlib import Path
 
-from sglang_reshard.cli.doctor.finding import Check, Finding, fail, ok, warning
+from sglang_reshard.cli.doctor.finding import Finding, fail, ok, warning
+from sglang_reshard.cli.versions import installed_version
 from sglang_reshard.observability.logs import log_format
 from sglang_reshard.patches.launch import TORCHRUN_VARIABLES
 
 SHARED_MEMORY = Path("/dev/shm")
 MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
+RDMA_DEVICES = Path("/sys/class/infiniband")
+_UCX_SETTINGS = ("UCX_TLS", "UCX_NET_DEVICES")
 _MIB = 1 << 20
 _ENGINE_BYTES = 64 * _MIB  # an engine's own segment has 25 MB, and NCCL has some for each rank
 _ROOMY_BYTES = 1024 * _MIB
@@ -81,13 +84,20 @@ def check_log_format() -> list[Finding]:
     return []
 
 
-CHECKS: tuple[Check, ...] = (
-    check_shared_memory,
-    check_descriptors,
-    check_mappings,
-    check_torchrun_variables,
-    check_log_format,
-)
+def check_nixl() -> list[Finding]:
+    version = installed_version("nixl")
+    if version is None:
+        return ok("nixl", "not installed; only transport='nixl' needs it")
+    settings = [f"{name}={os.environ[name]}" for name in _UCX_SETTINGS if name in os.environ]
+    devices = sorted(device.name for device in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.is_dir() else []
+    says = ", ".join([version, *settings])
+    if devices:
+        return ok("nixl", f"{says}; RDMA devices: {', '.join(devices)}")
+    return warning(
+        "nixl",
+        f"{says}; this host has no RDMA device, so memory on other hosts is read over TCP",
+        "in a container, pass the devices through: docker run --device /dev/infiniband; else use transport='auto'",
+    )
 
 
 def _limit(value: int) -> str:

@@ -8,7 +8,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from sglang_reshard.cli.doctor.finding import Check, Finding, fail, ok, warning
+from sglang_reshard.cli.doctor.finding import Finding, fail, ok, warning
 from sglang_reshard.cli.versions import installed_version
 from sglang_reshard.version import __version__
 
@@ -90,15 +90,6 @@ def check_plugin() -> list[Finding]:
     except Exception as error:
         return fail("plugin", f"it cannot be imported: {type(error).__name__}: {error}", _INSTALL)
     return ok("plugin", f"SGLang will load {found[0].value}")
-
-
-CHECKS: tuple[Check, ...] = (
-    check_python,
-    check_this_package,
-    check_supported,
-    check_transformers,
-    check_plugin,
-)
 
 
 def _supported(name: str, needed: bool) -> list[Finding]:

@@ -5,7 +5,6 @@ models          presets and folders -> config.json, optionally with fewer layers
 checkpoint      the tensors of a model's checkpoint, from its files or from its config
 sources         "fsdp=8,tp=8" -> `SourceLayout`
 sglang_model    one engine rank's real SGLang model in this process, on a fake process group
-meta_device     the same on torch's meta device
 rank_model      one engine rank: its model, its traced loader, its read plan and demand
 loads           bytes to and from every rank, and the buffers that they take
 cost            predicted seconds of a transfer, from a few constants

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +57,28 @@ def run(model: str, source: str, target: str, *, as_json: bool, plot: Path | Non
 def make_plan(request: PlanRequest, console: Console) -> Forecast:
     """Makes the plan in a worker process and shows its progress on the console.
 
-    Raises Mismatch or Unsupported for a request that cannot be planned, ChildFailed when the worker fails, and
-    DeadlineExceeded when it takes longer than the request allows. Raises Unsupported without SGLang.
+    Raises Mismatch for a request that cannot be planned, ChildFailed when the worker fails, and DeadlineExceeded when
+    it takes longer than the request allows. Raises Unsupported without SGLang.
     """
     if importlib.util.find_spec("sglang") is None:
         raise Unsupported(
             "plan builds SGLang's own models, and SGLang is not installed here; run: pip install "
             "'sglang-reshard[engine]'"
         )
+    # Hide GPUs: models are built without memory, and forked children could not use CUDA.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    reports = worker_process.run(
+        "sglang_reshard.cli.plan.work",
+        "serve",
+        msgspec.to_builtins(request),
+        what=f"The plan of {request.model}",
+        environment=environment,
+        deadline_seconds=request.deadline_seconds,
+    )
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = None
-        for report in _reports(request):
-            if "error" in report:
-                raise Mismatch(report["error"])
+        for report in reports:
             if "forecast" in report:
                 seconds = {step.description: round(step.elapsed or 0.0, 3) for step in progress.tasks}
                 return msgspec.convert(report["forecast"] | {"seconds_by_step": seconds}, Forecast)
@@ -83,19 +90,6 @@ def make_plan(request: PlanRequest, console: Console) -> Forecast:
             elif task is not None:
                 progress.advance(task, report["done"])
     raise Mismatch("the worker process ended without a result; this is a bug, please report it")
-
-
-def _reports(request: PlanRequest) -> Iterator[dict[str, Any]]:
-    # Hide GPUs: models are built without memory, and forked children could not use CUDA.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    yield from worker_process.run(
-        "sglang_reshard.cli.plan.work",
-        "serve",
-        msgspec.to_builtins(request),
-        what=f"The plan of {request.model}",
-        environment=environment,
-        deadline_seconds=request.deadline_seconds,
-    )
 
 
 def _check_plotting(path: Path) -> None:

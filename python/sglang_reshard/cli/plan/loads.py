@@ -5,10 +5,8 @@ It uses the plans, messages and views that the routes themselves are built from,
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,10 +24,10 @@ from sglang_reshard.routes.nixl.remote_shards import RemoteShard
 from sglang_reshard.routes.p2p.links import (
     BUCKETS,
     P2pLink,
-    destination_reads,
-    destination_view,
+    destination_views,
     engine_links,
     packed_bytes,
+    sent_link,
     targets_by_round,
 )
 from sglang_reshard.routes.p2p.messages import send_request
@@ -81,18 +79,19 @@ def engine_load(
     """Returns the load of one engine rank."""
     landing = converting(Landing(rank.program), _META, bucket_bytes)
     reads = Reads(engine_rank, _META, index, rank.read_plan, landing, {})
-    place(reads, strategy)
+    cut = place(reads, strategy)
     if isinstance(strategy, BroadcastStrategy):
         links, received, messages = _broadcast_links(reads, strategy.broadcasts)
         largest = max((bucket.nbytes for bucket in _buckets(reads, strategy.broadcasts)), default=0)
         buckets = buckets_bytes([(messages, largest)])
     else:
-        sending = strategy.senders(engine_rank)
-        link_load = _read_load if strategy.name == "nixl" else _sent_load
-        links = {
-            t: link_load(reads, t, sending[t]) if t in sending else LinkLoad(nbytes, nbytes)
-            for t, (nbytes, _) in rank.read_plan.traffic().items()
-        }
+        links = {t: LinkLoad(nbytes, nbytes) for t, (nbytes, _) in rank.read_plan.traffic().items()}
+        for t, link in cut.items():
+            shards = _shards(index, t)
+            if strategy.name == "nixl":
+                links[t] = _read_load(reads, t, strategy.senders(engine_rank)[t], shards)
+            else:
+                links[t] = _sent_load(reads, t, strategy.senders(engine_rank)[t], shards, link)
         received = sum(link.received_bytes for link in links.values())
         messages = sum(link.messages for link in links.values())
         buckets = buckets_bytes((link.messages, link.bucket_bytes) for link in links.values())
@@ -101,49 +100,44 @@ def engine_load(
     return EngineLoad(EngineRank(engine_rank, demand.host, received, demand.least_bytes, extra, messages), links)
 
 
-def place(reads: Reads, strategy: Strategy) -> None:
-    """Places weights that are converted on arrival as the route does; for NIXL this assumes reads without gaps."""
-    program, plan = reads.program, reads.read_plan
-    if not program.arrivals:
-        return
+def place(reads: Reads, strategy: Strategy) -> dict[int, P2pLink]:
+    """Places weights that are converted on arrival as the route does, and returns the links of trainer ranks that send.
+
+    For NIXL this assumes reads without gaps.
+    """
+    index, program, plan = reads.tensor_index, reads.program, reads.read_plan
     if isinstance(strategy, BroadcastStrategy):
-        written = targets_by_bucket(
-            reads.tensor_index, program, strategy.broadcasts, _buckets(reads, strategy.broadcasts)
-        )
-        direct = strategy.broadcasts.direct_reads[reads.engine_rank][plan.shards(reads.tensor_index)]
-        reads.landing.place(written, read_targets(plan, np.flatnonzero(direct).tolist()))
-        return
+        if program.arrivals:
+            written = targets_by_bucket(index, program, strategy.broadcasts, _buckets(reads, strategy.broadcasts))
+            direct = strategy.broadcasts.direct_reads[reads.engine_rank][plan.shards(index)]
+            reads.landing.place(written, read_targets(plan, np.flatnonzero(direct).tolist()))
+        return {}
     sending = strategy.senders(reads.engine_rank)
-    links = engine_links(reads.tensor_index.layout, plan, program, sending)
-    mapped = read_targets(plan, mapped_reads(reads, sending))
-    reads.landing.place(targets_by_round(links, plan), mapped, ahead=BUCKETS - 1)
+    links = engine_links(index.layout, plan, program, sending)
+    if program.arrivals:
+        mapped = read_targets(plan, mapped_reads(reads, sending))
+        reads.landing.place(targets_by_round(links, plan), mapped, ahead=BUCKETS - 1)
+    return links
 
 
-def _sent_load(reads: Reads, trainer_rank: int, share: int) -> LinkLoad:
+def _sent_load(
+    reads: Reads, trainer_rank: int, share: int, shards: Sequence[torch.Tensor], received: P2pLink
+) -> LinkLoad:
     """Returns the load of a link that the trainer rank sends over."""
-    request = send_request(reads.read_plan, trainer_rank)
-    items, shard_of = list(request.entries()), _shards(reads.tensor_index, trainer_rank)
-
-    def source(item: int) -> tuple[torch.Tensor, ...]:
-        tensor, region = items[item]
-        return (region.view(shard_of(tensor)),)
-
-    received = P2pLink.cut(reads.tensor_index.layout, request, share, _destinations(reads, trainer_rank))
-    sent = replace(received, views=_made_on_access(source))
+    sent = sent_link(reads.tensor_index.layout, shards, send_request(reads.read_plan, trainer_rank), share)
     own, theirs = (packed_bytes(link.rounds(_META)) for link in (received, sent))
     nbytes, count = received.payload_bytes, len(received.messages)
     return LinkLoad(nbytes, nbytes, count, own, count, theirs)
 
 
-def _read_load(reads: Reads, trainer_rank: int, share: int) -> LinkLoad:
+def _read_load(reads: Reads, trainer_rank: int, share: int, shards: Sequence[torch.Tensor]) -> LinkLoad:
     """Returns the load of a link that the engine rank reads over, one-sided."""
-    shard_of = _shards(reads.tensor_index, trainer_rank)
     link = ReadLink.cut(
         f"trainer rank {trainer_rank}",
         reads.tensor_index.layout,
         send_request(reads.read_plan, trainer_rank),
-        lambda tensor: RemoteShard("DRAM", 0, 0, shard_of(tensor).stride()),
-        _destinations(reads, trainer_rank),
+        lambda tensor: RemoteShard("DRAM", 0, 0, shards[tensor].stride()),
+        destination_views(reads.program, reads.read_plan, trainer_rank),
         share,
         _META,
     )
@@ -172,30 +166,10 @@ def _buckets(reads: Reads, plan: BroadcastPlan) -> list[Bucket]:
     return [bucket for bucket in plan.buckets if reads.engine_rank in plan.groups[bucket.group].members]
 
 
-def _shards(index: TensorIndex, trainer_rank: int) -> Callable[[int], torch.Tensor]:
-    """Returns what makes a trainer rank's shard of a tensor, by its number; local tensors are contiguous."""
-
-    @functools.cache
-    def shard_of(number: int) -> torch.Tensor:
-        of = index.classes[number]
+def _shards(index: TensorIndex, trainer_rank: int) -> list[torch.Tensor]:
+    """Returns a trainer rank's shards in the layout's order; local tensors are contiguous."""
+    by_class = []
+    for of in index.classes:
         shape = of.shard_map.min_local_shape(trainer_rank) or (0,)
-        return torch.empty(shape, dtype=getattr(torch, of.dtype), device=_META)
-
-    return lambda tensor: shard_of(int(index.class_of[tensor]))
-
-
-def _destinations(reads: Reads, trainer_rank: int) -> Any:
-    """Returns the views of live memory of each item that a trainer rank has for this rank."""
-    program, plan = reads.program, reads.read_plan
-    reads_of_items = destination_reads(plan, trainer_rank)
-    return _made_on_access(lambda item: tuple(destination_view(program, plan, read) for read in reads_of_items[item]))
-
-
-def _made_on_access(views: Callable[[int], tuple[torch.Tensor, ...]]) -> Any:
-    """Returns what makes the views of an item when they are asked for by its number, as those of few items are."""
-
-    class Views:
-        def __getitem__(self, item: int) -> tuple[torch.Tensor, ...]:
-            return views(item)
-
-    return Views()
+        by_class.append(torch.empty(shape, dtype=getattr(torch, of.dtype), device=_META))
+    return [by_class[number] for number in index.class_of.tolist()]

@@ -10,7 +10,7 @@ import msgspec
 
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.rank_info import RankGpuInfo
-from sglang_reshard.protocol.validation.requests import check_transport
+from sglang_reshard.protocol.validation import check_transport
 
 _MAX_RANKS = 1 << 16  # of either side
 

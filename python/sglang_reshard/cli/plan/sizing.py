@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 
-from sglang_reshard.cli.plan.allocations import segments
 from sglang_reshard.extras.asynchronous.async_copy import ALIGN_BYTES
 from sglang_reshard.landings.shadow import shadow_bytes
 from sglang_reshard.memory.host_arena import ALIGNMENT
@@ -24,6 +23,9 @@ from sglang_reshard.plan.tensor_index import TensorClass
 from sglang_reshard.routes.delta.offer import PART
 from sglang_reshard.routes.strategy import Strategy
 from sglang_reshard.trace.program import Program
+
+_ROUND, _LARGE_ROUND = 512, 2 << 20
+_SMALL, _SMALL_SEGMENT, _MEDIUM, _MEDIUM_SEGMENT = 1 << 20, 2 << 20, 10 << 20, 20 << 20
 
 
 class TrainerSizing(msgspec.Struct, frozen=True):
@@ -113,3 +115,32 @@ def engine_sizing(
             own = reads.reads_from(trainer_rank)
             mapped += len(np.unique(tensors[own.start : own.stop]))
     return EngineSizing(mapped, shadow_bytes(program), 3 * bucket_bytes if sending else 0)
+
+
+def segments(sizes: Iterable[int]) -> Iterator[int]:
+    """Yields the segment of torch's CUDA allocator that each tensor is in, as a number from 0; -1 if it has no bytes.
+
+    sizes  bytes of each tensor
+
+    A segment is an allocation of the driver. Tensors of up to 1 MiB share segments of 2 MiB. Tensors below
+    10 MiB share segments of 20 MiB, and a larger tensor has a separate segment.
+    """
+    rooms: dict[int, tuple[int, int]] = {}  # by size of segments: the last one, and the bytes that are left in it
+    made = 0
+    for nbytes in sizes:
+        nbytes = -(-nbytes // _ROUND) * _ROUND
+        if not nbytes:
+            yield -1
+            continue
+        if nbytes <= _SMALL:
+            whole = _SMALL_SEGMENT
+        elif nbytes < _MEDIUM:
+            whole = _MEDIUM_SEGMENT
+        else:
+            whole = -(-nbytes // _LARGE_ROUND) * _LARGE_ROUND
+        number, left = rooms.get(whole, (-1, 0)) if nbytes < _MEDIUM else (-1, 0)
+        if left < nbytes:
+            number, left = made, whole
+            made += 1
+        rooms[whole] = number, left - nbytes
+        yield number

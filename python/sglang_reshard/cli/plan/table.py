@@ -13,8 +13,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from sglang_reshard.cli.plan.figures import Forecast
+from sglang_reshard.observability.report import titled_table
 
 _COUNT = "{:,}".format
+_SPREAD = "min", "median", "max"  # over ranks
 
 
 def print_forecast(console: Console, forecast: Forecast) -> None:
@@ -61,7 +63,7 @@ def _bytes(forecast: Forecast) -> Table:
     gather = forecast.gather
     assert gather is not None
     extra = gather.extra_bytes
-    table = _spreads("per rank", "by gather")
+    table = titled_table("per rank", "", *_SPREAD, "by gather")
     for title, side, figure, gathered in (
         ("engine rank receives", "engine_ranks", "received_bytes", gather.engine_received_bytes),
         ("  least possible", "engine_ranks", "least_bytes", None),
@@ -81,7 +83,7 @@ def _bytes(forecast: Forecast) -> Table:
 def needs(forecast: Forecast) -> Table:
     """Returns the table of needs that apply to where weights are: on a CPU, on GPUs, or offloaded from these."""
     assert forecast.sizing is not None
-    table = _spreads("what else a rank needs")
+    table = titled_table("what else a rank needs", "", *_SPREAD)
     for title, side, figure, shown in (_CPU_ROWS if forecast.question.device == "cpu" else _GPU_ROWS) + _KEPT_ROWS:
         _add_spread(table, title, getattr(forecast.sizing, side), figure, shown)
     return table
@@ -105,15 +107,6 @@ _GPU_ROWS: tuple[_Row, ...] = (
 )
 
 
-def _spreads(title: str, *others: str) -> Table:
-    """Returns a table of spreads over ranks, with other columns."""
-    table = Table(title=title)
-    table.add_column("")
-    for column in ("min", "median", "max", *others):
-        table.add_column(column, justify="right")
-    return table
-
-
 def _add_spread(
     table: Table, title: str, ranks: Sequence[Any], figure: str, shown: Callable[[int], str], *others: str
 ) -> None:
@@ -122,9 +115,7 @@ def _add_spread(
 
 
 def _ways(forecast: Forecast) -> Table:
-    table = Table(title="transports by name")
-    table.add_column("transport")
-    table.add_column("predicted seconds", justify="right")
+    table = titled_table("transports by name", "transport", "predicted seconds")
     table.add_column("would be refused", overflow="fold")
     for way in forecast.ways:
         table.add_row(way.name, "" if way.seconds is None else f"{way.seconds:.3g}", escape(way.refused))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from sglang_reshard.cli.plan.sizing import Sizing, engine_sizing, trainer_sizing
 from sglang_reshard.cli.plan.sources import layout_of
 from sglang_reshard.engine.context import failure_message
 from sglang_reshard.engine.unread import check_unread
-from sglang_reshard.errors import DeadlineExceeded, ReshardError
+from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.names import ignored_remark, matches_any
 from sglang_reshard.plan import ClusterTopology, TensorIndex, unread_tensors
 from sglang_reshard.route_table import ROUTES
@@ -40,16 +39,9 @@ from sglang_reshard.routes.strategy import Strategy
 T = TypeVar("T")
 
 
-def serve() -> None:
+def serve(job: Any) -> None:
     """Entry point of the worker process."""
-    request = msgspec.convert(worker_process.read_job(), PlanRequest)
-    try:
-        worker_process.report({"forecast": msgspec.to_builtins(forecast(request))})
-    except DeadlineExceeded as error:
-        print(error, file=sys.stderr)
-        sys.exit(worker_process.TOO_LATE)
-    except ReshardError as error:
-        worker_process.report({"error": str(error)})
+    worker_process.report({"forecast": msgspec.to_builtins(forecast(msgspec.convert(job, PlanRequest)))})
 
 
 def forecast(request: PlanRequest) -> Forecast:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, decode
-from sglang_reshard.protocol.validation.requests import MAX_BUCKET_BYTES
+from sglang_reshard.protocol.messages import MAX_BUCKET_BYTES, DistributedUpdateWeightsReq, decode
 from sglang_reshard.routes.nixl.remote_shards import MEMORY_KINDS
 from sglang_reshard.routes.p2p.ask import Links
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.protocol.validation.layouts import MAX_DIMS
+from sglang_reshard.protocol.validation import MAX_DIMS
 
 MEMORY_KINDS = HOST, GPU = "DRAM", "VRAM"  # as NIXL names them
 MAX_GPUS = 1 << 16

@@ -15,8 +15,8 @@ import numpy as np
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.regions import ITEM_BYTES, MAX_STEP, LocalRegion, is_within
 from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.protocol.messages import MAX_BUCKET_BYTES, MAX_NAME_LENGTH
 from sglang_reshard.protocol.session import Session, of_engine
-from sglang_reshard.protocol.validation.requests import MAX_BUCKET_BYTES, MAX_NAME_LENGTH
 from sglang_reshard.routes.base import EngineSide, TrainerSide
 from sglang_reshard.routes.p2p.links import kept_dtypes
 from sglang_reshard.routes.p2p.messages import SendRequest, send_request

@@ -20,7 +20,7 @@ import torch.multiprocessing
 from torch.multiprocessing import reductions
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from sglang_reshard.testing.cpu_host.host import refuse_gpu
+from sglang_reshard.testing.cpu_host import refuse_gpu
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sglang_reshard.testing.cpu_host.arguments import engine_arguments
-from sglang_reshard.testing.cpu_host.host import environment as sglang_environment
-from sglang_reshard.testing.cpu_host.host import refuse_gpu
+from sglang_reshard.testing import cpu_host
+from sglang_reshard.testing.cpu_host import engine_arguments, refuse_gpu
 
 PLATFORM_MODULE = "sglang_reshard.testing.cpu_host.verl_platform"
 
@@ -27,7 +26,7 @@ def environment(tp_size: int) -> dict[str, str]:
     refuse_gpu("verl_settings", "verl runs here without these settings.")
     others = [m for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m and m != PLATFORM_MODULE]
     return {
-        **sglang_environment(tp_size),
+        **cpu_host.environment(tp_size),
         "VERL_USE_EXTERNAL_MODULES": ",".join([PLATFORM_MODULE, *others]),
         "VERL_PLATFORM": "cpu",
         # verl registers its FSDP engine for cuda and npu only; this variable of verl's selects one of them.
