@@ -4,12 +4,14 @@ import gc
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from support import zygote
 from support.fault_rows import FaultTable
 from support.sweep import SWEEP, examples
 
@@ -86,6 +88,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # files begin in the order of collection
     return Files(config, log)
+
+
+@pytest.fixture(scope="module")
+def forks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes that a module starts have imported SGLang already, and verl for its tests; see support/zygote.py."""
+    with zygote.forks(*["verl"] * ("verl" in request.path.parts), "cpu"):
+        yield
 
 
 @pytest.fixture
