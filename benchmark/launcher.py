@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,13 +73,11 @@ def _without_stock(case: Case, device: str, available: int) -> str:
 
 
 def _one(case: Case, paths: Sequence[str], effort: Effort, device: str, found: Found) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="sglang-reshard-bench-"))
-    copies = Interludes(folder, device)
-    try:
-        seen = _seen(case, paths, effort, device, folder, copies.poll)
-    finally:
-        copies.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="sglang-reshard-bench-", ignore_cleanup_errors=True) as folder,
+        closing(Interludes(Path(folder), device)) as copies,
+    ):
+        seen = _seen(case, paths, effort, device, Path(folder), copies.poll)
     found.rows += rows.rows_of(case, seen, copies.seconds)
     found.notes += [f"{case.name}: {path} did not run: {why}" for path, why in seen.refused.items()]
     for timed in seen.timed:

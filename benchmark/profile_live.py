@@ -5,7 +5,6 @@ The steps of engine ranks are timed in SGLang's own schedulers, which a custom w
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 import time
@@ -43,14 +42,11 @@ def run(name: str) -> Rows:
     from benchmark.profile import rows_of
 
     case = CASES[name]
-    folder = Path(tempfile.mkdtemp(prefix="sglang-reshard-profile-"))
-    try:
-        job = trainer.Job(case, ("ipc",), Effort(), "cpu", str(folder))
+    with tempfile.TemporaryDirectory(prefix="sglang-reshard-profile-", ignore_cleanup_errors=True) as temporary:
+        folder, job = Path(temporary), trainer.Job(case, ("ipc",), Effort(), "cpu", temporary)
         launcher.run_ranks("benchmark.profile_live", job, time.monotonic() + 600.0, lambda: None)
         trainers = [msgspec.json.decode((folder / f"trainer-{rank}").read_bytes()) for rank in range(case.trainers)]
         engines = msgspec.json.decode((folder / "engine").read_bytes())
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return rows_of(f"{case.name}, SGLang, ipc", {"trainer": trainers, "engine": engines})
 
 

@@ -1,17 +1,21 @@
 """Fixtures and hooks of all tests."""
 
+import gc
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from support import zygote
 from support.fault_rows import FaultTable
 from support.sweep import SWEEP, examples
 
+_OF_ENGINES = ("gw0", "gw1")  # pytest-xdist's names of its first workers
 _IMPORTED_BEFORE = frozenset(sys.modules)  # by plugins of pytest
 # How long one example takes says nothing here: machines are shared, and the first one imports torch.
 settings.register_profile("patient", deadline=None, max_examples=examples(100))
@@ -61,11 +65,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError(
             "a test module imports SGLang when it is collected. Import it in the test, after `cpu_host.activate`"
         )
+    gc.freeze()  # so that collections, which many tests ask for, look at what tests make
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives a worker whole files, and one of them all of test/verl: no two clusters of Ray run at a time."""
+    """Gives a worker whole files, and one of them all of test/verl: no two clusters of Ray run at a time.
+
+    Two workers begin with the engines, and others with the unit tests: engines of three tests may need too much memory.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
@@ -73,8 +81,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = super()._split_scope(nodeid)
             return "test/verl" if file.startswith("test/verl/") else file
 
+        def _assign_work_unit(self, node: Any) -> None:
+            if node.gateway.id not in _OF_ENGINES:
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
     config.option.loadscopereorder = False  # files begin in the order of collection
     return Files(config, log)
+
+
+@pytest.fixture(scope="module")
+def forks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes that a module starts have imported SGLang already, and verl for its tests; see support/zygote.py."""
+    with zygote.forks(*["verl"] * ("verl" in request.path.parts), "cpu"):
+        yield
 
 
 @pytest.fixture

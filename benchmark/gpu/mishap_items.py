@@ -29,7 +29,7 @@ def killed(bench: Bench) -> None:
     right = consumer.call(sharing.reads, [size], 1)
     bench.saw(memory_outlives_its_producer=right)
     consumer.call(sharing.close)
-    bench.check(consumer.call(_computes), "the consumer cannot use its GPU any more")
+    bench.check(consumer.call(sharing.computes), "the consumer cannot use its GPU any more")
     held = before - watcher.call(sharing.free)
     bench.saw(held_after_both_have_let_go=held)
     bench.check(held < size // 2, f"{held:,} bytes are held though the producer is dead and the consumer has let go")
@@ -47,11 +47,6 @@ def _read_for(here: Here, size: int, seconds: float) -> int:
             torch.cuda.synchronize(DEVICE)
     torch.cuda.synchronize(DEVICE)
     return rounds
-
-
-def _computes(here: Here) -> bool:
-    x = torch.ones(here.place.scaled(MIB), device=DEVICE)
-    return float((x + x).sum()) == 2 * x.numel()
 
 
 def freed(bench: Bench) -> None:
@@ -74,7 +69,7 @@ def freed(bench: Bench) -> None:
     except PeerFailed as error:
         bench.saw(error=str(error).splitlines()[-1])
     consumer.call(sharing.close)
-    bench.check(consumer.call(_computes), "the consumer cannot use its GPU any more")
+    bench.check(consumer.call(sharing.computes), "the consumer cannot use its GPU any more")
 
 
 def _overwrite(here: Here, size: int) -> int:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from benchmark.gpu import nccl_waits
+from benchmark.gpu import nccl_waits, sharing
 from benchmark.gpu.item import Bench, Item, Skip
 from benchmark.gpu.peer import Here
-from benchmark.gpu.place import DEVICE, GIB, MIB, free_bytes, pattern, same_bytes
+from benchmark.gpu.place import DEVICE, GIB, MIB, pattern, same_bytes
 from sglang_reshard.control import Address
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.protocol.session import LOOPBACK, Session
@@ -42,8 +42,7 @@ def alone(bench: Bench) -> None:
         _from_threads(bench, store)
     after = _environment()
     bench.check(before == after, f"the environment was changed: {sorted(set(before.items()) ^ set(after.items()))}")
-    x = torch.ones(MIB, device=DEVICE)
-    bench.check(float((x + x).sum()) == 2 * MIB, "the GPU does not compute any more")
+    bench.check(sharing.computes(bench.here), "the GPU does not compute any more")
 
 
 def _group(store: Any, name: str) -> NcclGroup:
@@ -112,21 +111,21 @@ def twice(bench: Bench) -> None:
         bench.check(bool(error), "two ranks of one GPU were connected; NCCL did not refuse")
         bench.check(seconds < _TIMEOUT_S + _LATE_S, f"it took {seconds:.0f} s to be refused")
     for peer in ranks:
-        bench.check(peer.call(_computes), f"{peer.place.name} cannot use its GPU any more")
+        bench.check(peer.call(sharing.computes), f"{peer.place.name} cannot use its GPU any more")
 
 
 def stopped(bench: Bench) -> None:
     """A member that does not come, because it was stopped: the other one's wait ends at its deadline."""
     waiting, stopping = bench.peer("rank that waits"), bench.peer("rank that is stopped")
     session = Session.host(LOOPBACK, 20.0)
-    stopping.call(_computes)
+    stopping.call(sharing.computes)
     stopping.signal(signal.SIGSTOP)
     error, seconds = waiting.call(join, session.address, "stopped", 0, _TIMEOUT_S)
     stopping.signal(signal.SIGCONT)
     bench.saw(error=error, seconds=seconds)
     bench.check(bool(error), "it was connected to a process that was stopped")
     bench.check(seconds < _TIMEOUT_S + _LATE_S, f"its wait took {seconds:.0f} s, with a deadline of {_TIMEOUT_S:.0f} s")
-    bench.check(waiting.call(_computes), "the rank that waited cannot use its GPU any more")
+    bench.check(waiting.call(sharing.computes), "the rank that waited cannot use its GPU any more")
 
 
 def join(here: Here, address: Address, name: str, peer_id: int, timeout_s: float) -> tuple[str, float]:
@@ -144,11 +143,6 @@ def join(here: Here, address: Address, name: str, peer_id: int, timeout_s: float
     return "", time.perf_counter() - begin
 
 
-def _computes(here: Here) -> bool:
-    x = torch.ones(MIB, device=DEVICE)
-    return float((x + x).sum()) == 2 * MIB
-
-
 # -- 13: a GPU that does not end
 
 
@@ -157,7 +151,7 @@ def endless(bench: Bench) -> None:
         raise Skip("virtual GPUs have no endless kernels")
     victim = bench.peer("rank whose GPU does not end")
     session = Session.host(LOOPBACK, 20.0)
-    free = bench.peer("watcher").call(_free_when_ready)
+    free = bench.peer("watcher").call(sharing.free)
     error, seconds = victim.call(_wait_endlessly, session.address)
     bench.saw(error=error, seconds=seconds)
     bench.check("within 3 s" in error, f"the wait ended otherwise: {error!r}")
@@ -181,10 +175,6 @@ def _wait_endlessly(here: Here, address: Address) -> tuple[str, float]:
         found = nccl_waits.outcome(pending.wait)
         group.abort()
         return found
-
-
-def _free_when_ready(here: Here) -> int:
-    return free_bytes()
 
 
 def _pid(here: Here) -> int:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -50,7 +51,7 @@ class Peer:
         context: Any = multiprocessing.get_context("spawn" if fresh else place.start)
         self._link, its_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(its_end, place), daemon=True)
-        with _environment(place.variables if fresh else {}):
+        with mock.patch.dict(os.environ, place.variables if fresh else {}):
             self._process.start()
         its_end.close()
 
@@ -118,20 +119,6 @@ def _serve(link: Connection, place: Place) -> None:
                 link.send((True, function(here, *arguments)))
             except BaseException:
                 link.send((False, traceback.format_exc()))
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Any:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:

@@ -6,12 +6,9 @@ card does not fit a virtual one, either.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from benchmark.gpu.place import GIB, MIB, SCALE, Place
@@ -21,14 +18,9 @@ CARDS_GIB = (78, 22)  # of a card of 80 GB, and of one of 24 GB, what a process 
 _CONTEXT = 512 * MIB  # of a process on a real card
 
 
-@contextlib.contextmanager
-def folder() -> Iterator[str]:
+def folder() -> tempfile.TemporaryDirectory[str]:
     """Makes the folder that the memory of all virtual GPUs is in."""
-    found = tempfile.mkdtemp(prefix="virtual-gpus-", dir="/dev/shm")
-    try:
-        yield found
-    finally:
-        shutil.rmtree(found)
+    return tempfile.TemporaryDirectory(prefix="virtual-gpus-", dir="/dev/shm")
 
 
 def prepare() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmark.gpu.peer import Here
-from benchmark.gpu.place import DEVICE, free_bytes, pattern, same_bytes
+from benchmark.gpu.place import DEVICE, MIB, free_bytes, pattern, same_bytes
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.regions import LocalRegion
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
@@ -99,6 +99,12 @@ def close(here: Here) -> int:
 
 def free(here: Here) -> int:
     return free_bytes()
+
+
+def computes(here: Here) -> bool:
+    """Returns whether this process can use its GPU."""
+    x = torch.ones(here.place.scaled(MIB), device=DEVICE)
+    return float((x + x).sum()) == 2 * x.numel()
 
 
 def device_of(here: Here) -> dict[str, Any]:

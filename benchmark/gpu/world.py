@@ -99,26 +99,15 @@ class EngineRank(torch.nn.Module):
 
     def wrong(self, version: int) -> list[str]:
         """Returns the names of parameters that are not those of a version, to the bit."""
-        expected = _Expected(self.model, version)
-        other = EngineRank.__new__(EngineRank)
-        torch.nn.Module.__init__(other)
-        other.model, other.rank, other.size = self.model, self.rank, self.size
-        for name, parameter in self.named_parameters():
-            empty = torch.zeros(tuple(parameter.shape), dtype=parameter.dtype, device=DEVICE)
-            other.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
-        other.load_weights(expected.items())
+        other = EngineRank(self.model, self.rank, self.size)
+        other.load_weights(expected(self.model, version))
         return [n for n, p in self.named_parameters() if not torch.equal(p.data, getattr(other, n).data)]
 
 
-class _Expected:
-    """All tensors of a version, one at a time."""
-
-    def __init__(self, model: Model, version: int) -> None:
-        self._model, self._version = model, version
-
-    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, shape in self._model.shapes().items():
-            yield name, values(self._version, name, shape, Box.whole(shape), getattr(torch, self._model.trained))
+def expected(model: Model, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields all tensors of a version, one at a time."""
+    for name, shape in model.shapes().items():
+        yield name, values(version, name, shape, Box.whole(shape), getattr(torch, model.trained))
 
 
 # -- the trainer's side; `here.kept` has sender, state

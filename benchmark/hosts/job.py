@@ -133,7 +133,7 @@ def _host_sent() -> int:
     return sent_by_link(Path("/proc/net/dev").read_text())
 
 
-def write(folder: str, name: str, text: str) -> None:
+def write(folder: str | Path, name: str, text: str) -> None:
     """Renames it into place, so that a reader never sees half of it."""
     path = Path(folder, name)
     partial = path.with_suffix(".partial")
@@ -141,7 +141,7 @@ def write(folder: str, name: str, text: str) -> None:
     partial.rename(path)
 
 
-def read(folder: str, name: str) -> str:
+def read(folder: str | Path, name: str) -> str:
     path, end = Path(folder, name), time.monotonic() + _WAIT_S
     while not path.exists():
         assert time.monotonic() < end, f"{name} was not written"

@@ -7,8 +7,8 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -44,52 +44,45 @@ class Tally:
             self.complaints.append(what)
 
 
-class Clients:
-    """Use as a context: they ask from its begin to its end, every second of them for a stream."""
-
-    def __init__(self, url: str, standing: Standing, count: int) -> None:
-        self._stop = threading.Event()
-        self.tallies = [Tally(stream=bool(number % 2)) for number in range(count)]
-        self._threads = [
-            threading.Thread(target=self._ask, args=(url, standing, tally), name=f"client {number}")
-            for number, tally in enumerate(self.tallies)
-        ]
-
-    def __enter__(self) -> Clients:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        for thread in self._threads:
+@contextmanager
+def asking(url: str, standing: Standing, count: int) -> Iterator[list[Tally]]:
+    """So many clients ask from the block's begin to its end, every second of them for a stream."""
+    stop = threading.Event()
+    tallies = [Tally(stream=bool(number % 2)) for number in range(count)]
+    threads = [threading.Thread(target=_ask, args=(url, standing, tally, stop)) for tally in tallies]
+    for thread in threads:
+        thread.start()
+    try:
+        yield tallies
+    finally:
+        stop.set()
+        for thread in threads:
             thread.join()
 
-    def _ask(self, url: str, standing: Standing, tally: Tally) -> None:
-        newest = 0
-        with httpx.Client(base_url=url, timeout=_TIMEOUT_S, trust_env=False) as client:
-            for prompt in itertools.cycle(_PROMPTS):
-                if self._stop.is_set():
-                    return
-                newest = max(newest, standing.returned)
-                begin = time.perf_counter()
-                try:
-                    versions = _generate(client, prompt, tally.stream)
-                except (httpx.HTTPError, _Failed, ValueError, KeyError) as error:
-                    tally.failures += 1
-                    tally.complain(f"due version {newest}: {type(error).__name__}: {error}")
-                    self._stop.wait(_BREATHER_S)
-                    continue
-                tally.seconds.append(time.perf_counter() - begin)
-                tally.tokens += NEW_TOKENS
-                if len(versions) > 1 or not newest <= min(versions) <= max(versions) <= standing.begun:
-                    tally.wrong_version += 1
-                    tally.complain(
-                        f"answered with version {sorted(versions)}: version {newest} was due, {standing.begun} begun"
-                    )
-                newest = max(newest, *versions)
+
+def _ask(url: str, standing: Standing, tally: Tally, stop: threading.Event) -> None:
+    newest = 0
+    with httpx.Client(base_url=url, timeout=_TIMEOUT_S, trust_env=False) as client:
+        for prompt in itertools.cycle(_PROMPTS):
+            if stop.is_set():
+                return
+            newest = max(newest, standing.returned)
+            begin = time.perf_counter()
+            try:
+                versions = _generate(client, prompt, tally.stream)
+            except (httpx.HTTPError, _Failed, ValueError, KeyError) as error:
+                tally.failures += 1
+                tally.complain(f"due version {newest}: {type(error).__name__}: {error}")
+                stop.wait(_BREATHER_S)
+                continue
+            tally.seconds.append(time.perf_counter() - begin)
+            tally.tokens += NEW_TOKENS
+            if len(versions) > 1 or not newest <= min(versions) <= max(versions) <= standing.begun:
+                tally.wrong_version += 1
+                tally.complain(
+                    f"answered with version {sorted(versions)}: version {newest} was due, {standing.begun} begun"
+                )
+            newest = max(newest, *versions)
 
 
 class _Failed(Exception):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from benchmark.demo.events import Note
 from benchmark.demo.progress import Progress
 from benchmark.environment import environment
 from benchmark.soak import expected, seen, verdict
-from benchmark.soak.clients import Clients, Tally
+from benchmark.soak.clients import Tally, asking
 from benchmark.soak.standing import Standing
 from benchmark.soak.trainer import Job
 from benchmark.soak.weights import ENGINE_TP, TRAINER_RANKS
@@ -73,7 +72,8 @@ def run(soak: Soak, console: Console) -> Found:
     """Raises ReshardError when something ends that should not, KeyboardInterrupt when told to stop. Either way
     all processes and files of the soak are gone afterwards."""
     deadline = time.monotonic() + soak.deadline_s
-    with _folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="sglang-reshard-soak-", ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary)
         place = _Place(folder, folder / "model", environment(folder, ENGINE_TP, "cpu", "qwen3"), deadline)
         tiny_model.save(place.model, TRAINER_RANKS, ENGINE_TP)
         job, tallies = _updates(soak, place, console)
@@ -102,7 +102,7 @@ def _updates(soak: Soak, place: _Place, console: Console) -> tuple[Job, list[Tal
         progress.show(Note(f"starting an SGLang server, TP={ENGINE_TP}"))
         with children.started(command, served, log) as server, ExitStack() as clients:
             _await_health(url, server, log)
-            asking = clients.enter_context(Clients(url, standing, soak.clients))
+            tallies = clients.enter_context(asking(url, standing, soak.clients))
             progress.show(Note(f"{soak.clients} clients ask; {TRAINER_RANKS} trainer ranks begin"))
             job = Job(
                 updates=soak.updates,
@@ -120,8 +120,8 @@ def _updates(soak: Soak, place: _Place, console: Console) -> tuple[Job, list[Tal
                 _check(server, log)
                 if time.monotonic() - said > _SAY_EVERY_S:
                     said = time.monotonic()
-                    answered = sum(len(tally.seconds) for tally in asking.tallies)
-                    failed = sum(tally.failures for tally in asking.tallies)
+                    answered = sum(len(tally.seconds) for tally in tallies)
+                    failed = sum(tally.failures for tally in tallies)
                     updates = f"{standing.returned} of {soak.updates} updates"
                     progress.show(Note(f"{updates}, {answered:,} requests answered, {failed} failed"))
 
@@ -130,7 +130,7 @@ def _updates(soak: Soak, place: _Place, console: Console) -> tuple[Job, list[Tal
             except ReshardError as error:
                 told = "\n".join(file.read_text() for file in sorted(reports.glob("*.error")))
                 raise ReshardError(f"{children.tail(log)}\n{told or error}") from error
-        return job, asking.tallies
+        return job, tallies
 
 
 def _await_health(url: str, server: children.Family, log: Path) -> None:
@@ -156,13 +156,3 @@ def _expected(versions: list[int], place: _Place) -> dict[int, expected.Expected
     command = [sys.executable, "-m", "benchmark.soak.expected", msgspec.json.encode(question).decode()]
     place.run(command, "expected", lambda: None)
     return expected.read_answer(question)
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """Removed at the end, whatever it was."""
-    folder = Path(tempfile.mkdtemp(prefix="sglang-reshard-soak-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -46,13 +46,6 @@ def append(file: Path, line: Updated | Verified) -> None:
 
 def read(file: Path) -> tuple[list[Updated], list[Verified]]:
     decoder = msgspec.json.Decoder(Updated | Verified)
-    updated: list[Updated] = []
-    verified: list[Verified] = []
     with file.open("rb") as f:
-        for line in map(decoder.decode, f):
-            match line:
-                case Updated():
-                    updated.append(line)
-                case Verified():
-                    verified.append(line)
-    return updated, verified
+        lines = list(map(decoder.decode, f))
+    return [line for line in lines if isinstance(line, Updated)], [line for line in lines if isinstance(line, Verified)]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import inspect
 import os
-import pickle
 import sys
 import time
 import traceback
@@ -25,7 +23,8 @@ from benchmark.soak.standing import Standing
 from benchmark.soak.weights import ENGINE_TP, Weights, is_verified
 from sglang_reshard import WeightSender
 from sglang_reshard.errors import EngineRefused
-from tools.oracle.digests import LOADER, written_by
+from tools.oracle.digests import read_live_digests
+from tools.oracle.http_engine import HttpEngine
 
 _TIMEOUT_S = 60.0
 # Where updates can be asked to verify themselves.
@@ -81,41 +80,24 @@ class _Observer:
         self.standing = Standing(Path(job.standing))
         self._pids = {f"trainer rank {rank}": pid for rank, pid in enumerate(trainer_pids)}
         self._pids |= _engine_processes(job.server_pid)
-        self._client = httpx.Client(base_url=job.url, timeout=_TIMEOUT_S, trust_env=False)
+        self._engine = HttpEngine(job.url.removeprefix("http://"), ENGINE_TP)
 
     def look(self, version: int, seconds: float) -> None:
         holds = {name: footprint(pid) for name, pid in self._pids.items()}
         since = time.monotonic() - self._begin
         seen.append(Path(self._job.seen), seen.Updated(version, seconds, since, holds, shared_memory_bytes()))
         if is_verified(version, self._job.every):
-            found = seen.Verified(version, self._tokens(), self._digests(), bool(_VERIFY))
+            digests = read_live_digests(self._engine, self._job.folder)
+            found = seen.Verified(version, self._tokens(), digests, bool(_VERIFY))
             seen.append(Path(self._job.seen), found)
 
     def _tokens(self) -> list[list[int]]:
         sampling = {"temperature": 0, "max_new_tokens": expected.NEW_TOKENS, "ignore_eos": True}
         body = {"input_ids": expected.PROMPTS, "sampling_params": sampling}
-        return [answer["output_ids"] for answer in self._post("/generate", body)]
-
-    def _digests(self) -> list[dict[str, str]]:
-        """The engine's own loader hook writes them to a folder, whose name it is sent as a tensor.
-
-        Pickled as it is, not in shared memory as SGLang's serializer would: there it would stay.
-        """
-        folder = Path(self._job.folder).resolve()
-        name = torch.tensor(list(str(folder).encode()), dtype=torch.uint8)
-        message = base64.b64encode(pickle.dumps([("folder", name)])).decode()
-        body = {"serialized_named_tensors": [message] * ENGINE_TP, "load_format": LOADER, "flush_cache": False}
-        self._post("/update_weights_from_tensor", body)
-        digests = written_by(ENGINE_TP, folder)
-        for file in folder.glob("*.json"):
-            file.unlink()
-        return digests
-
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
-        answer = self._client.post(path, json=body)
+        answer = httpx.post(f"{self._job.url}/generate", json=body, timeout=_TIMEOUT_S, trust_env=False)
         if answer.status_code != httpx.codes.OK:
-            raise EngineRefused(f"{path} answered {answer.status_code} {answer.text[:300]}; see the server's log")
-        return answer.json()
+            raise EngineRefused(f"/generate answered {answer.status_code} {answer.text[:300]}; see the server's log")
+        return [one["output_ids"] for one in answer.json()]
 
 
 def _engine_processes(server_pid: int) -> dict[str, int]:

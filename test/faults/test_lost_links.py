@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from support.hosts import environment, laboratory, why_not
-from support.nixl_env import FOLDER as NIXL_FOLDER
+from support.hosts import laboratory, why_not
 from support.nixl_env import needs_nixl
+from support.places import paths
 from support.sweep import sweep
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not())]
@@ -34,7 +34,7 @@ class Job:
         """`address` is the trainer's."""
         address = address or self._hosts[0].address
         command = [sys.executable, JOB, role, self._folder, address, self._transport, self._station]
-        variables = environment(OMP_NUM_THREADS="1", PYTHONPATH=f"{TEST}:{TEST.parent}:{NIXL_FOLDER}")
+        variables = paths({"OMP_NUM_THREADS": "1"})
         with (self._folder / f"{role}.log").open("w") as log:
             self._processes[role] = host.run(command, env=variables, stdout=log, stderr=log)
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmark.gpu.nccl_waits import ticking
 from sglang_reshard.errors import DeadlineExceeded, PeerDisconnected, ReshardError
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.routes.wire.communicator import Communicator
 from sglang_reshard.routes.wire.ctas import MOST
 from support.gpu_jobs import Job, serve, train
-from support.threads import Ticks
 from support.virtual_gpus import journal
 from support.virtual_gpus.description import Place
 from support.virtual_gpus.nccl import CTAS, FROZEN_S
@@ -87,14 +87,14 @@ def receive_from_who_is_stopped(rank, process, store, aborts):
         return None
     pending = group.receive([(1, torch.zeros(8, dtype=torch.uint8, device=process.device))])
     pid = stop_the_other(store)
-    with Ticks() as ticks:
+    with ticking() as still_s:
         if aborts is not None:
             threading.Timer(aborts, group.abort).start()
         error, seconds = outcome(pending.wait)
         group.close()
         time.sleep(0.5)
     os.kill(pid, signal.SIGCONT)
-    return error, seconds, ticks.longest_s
+    return error, seconds, still_s()
 
 
 @pytest.mark.parametrize(("aborts", "error"), [(0.3, PeerDisconnected), (None, DeadlineExceeded)])
@@ -115,12 +115,12 @@ def broadcast_with_who_is_stopped(rank, process, store):
         return None
     work = group.broadcast(torch.zeros(8, dtype=torch.uint8, device=process.device), 1)
     pid = stop_the_other(store)
-    with Ticks() as ticks:
+    with ticking() as still_s:
         threading.Timer(0.3, group.abort).start()
         error, seconds = outcome(work.wait)
         time.sleep(0.5)
     os.kill(pid, signal.SIGCONT)
-    return error, seconds, ticks.longest_s
+    return error, seconds, still_s()
 
 
 def test_a_broadcast_that_is_aborted_beside_a_stopped_peer_stops_no_other_thread():
@@ -141,14 +141,14 @@ def connect_to_who_is_stopped(rank, process, store, aborts):
         return None
     group = communicator(rank, process, TIMEOUT_S if aborts is None else 60.0)
     pid = stop_the_other(store)
-    with Ticks() as ticks:
+    with ticking() as still_s:
         if aborts is not None:
             threading.Timer(aborts, group.abort).start()
         error, seconds = outcome(lambda: group.connect(store))
         group.close()
         time.sleep(0.5)
     os.kill(pid, signal.SIGCONT)
-    return error, seconds, ticks.longest_s
+    return error, seconds, still_s()
 
 
 @pytest.mark.parametrize(("aborts", "error"), [(1.0, PeerDisconnected), (None, DeadlineExceeded)])

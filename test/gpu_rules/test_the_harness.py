@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmark.gpu.nccl_waits import ticking
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.runtime import runtime
 from support import gpu_jobs
-from support.threads import Ticks
 from support.virtual_gpus import journal
 from support.virtual_gpus.description import Place
 from support.virtual_gpus.journal import RuleBroken
@@ -549,14 +549,14 @@ def abort_before_the_other(process, trainer):
     thread = threading.Thread(target=group.abort)
     thread.start()
     time.sleep(0.2)
-    with Ticks() as ticks:
+    with ticking() as still_s:
         asking = threading.Thread(target=work.is_completed)
         asking.start()
         time.sleep(0.2)
         meet(trainer)
         thread.join()
         asking.join()
-    return ticks.longest_s
+    return still_s()
 
 
 def test_asking_during_an_abort_stops_the_whole_process_and_is_reported():

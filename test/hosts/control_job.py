@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 import msgspec
-from module_job import write
 
+from benchmark.hosts.job import read, write
 from sglang_reshard.control import Address, ControlClient, ControlServer
 from sglang_reshard.errors import ConnectionLost
 
@@ -26,21 +26,17 @@ SCOPE = "update"
 def main(role: str, folder: Path, address: str) -> None:
     if role == "serve":
         server = ControlServer.open(address)
-        write(folder / "address", msgspec.json.encode(server.address).decode())
-    end = time.monotonic() + _WAIT_S
-    while not (folder / "address").exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    client = ControlClient(msgspec.json.decode((folder / "address").read_text(), type=Address), _WAIT_S)
+        write(folder, "address", msgspec.json.encode(server.address).decode())
+    client = ControlClient(msgspec.json.decode(read(folder, "address"), type=Address), _WAIT_S)
     client.enter(SCOPE, role)
     heard = threading.Event()
 
     def hear(reason: str) -> None:
-        write(folder / f"heard-{role}", f"{time.monotonic()} {reason}")
+        write(folder, f"heard-{role}", f"{time.monotonic()} {reason}")
         heard.set()
 
     client.watch(SCOPE, hear)
-    write(folder / f"ready-{role}", "")
+    write(folder, f"ready-{role}", "")
     while not heard.wait(0.2):
         if role == "talk":
             with contextlib.suppress(ConnectionLost):  # which is heard of, too

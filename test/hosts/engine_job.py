@@ -33,8 +33,8 @@ from sglang_reshard.control import Address
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.testing import cpu_host
 from sglang_reshard.trainer.collectives import broadcast_message
-from support.http_engine import HttpEngine
 from tools.oracle.digests import read_live_digests
+from tools.oracle.http_engine import HttpEngine
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 NEW_TOKENS = 8

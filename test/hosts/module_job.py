@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from benchmark.hosts.job import read, write
 from sglang_reshard import ModuleReceiver, ModuleSender
 
 VERSIONS = ("1", "2")
@@ -35,7 +35,7 @@ def train(folder: Path, address: str, rank: int, size: int, transport: str) -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sender = ModuleSender(interface=address, timeout_s=_WAIT_S, transport=transport)
     if rank == 0:
-        write(folder / "metadata", sender.metadata)
+        write(folder, "metadata", sender.metadata)
     sender.wait_for_receivers(1, _WAIT_S)
     for version in VERSIONS:
         (model(torch.ones(2, 7)) - 1).square().mean().backward()
@@ -45,7 +45,7 @@ def train(folder: Path, address: str, rank: int, size: int, transport: str) -> N
         (report,) = sender.update(model, weight_version=version).values()
         if rank == 0:
             torch.save(whole, folder / f"sent-{version}")
-            write(folder / f"transport-{version}", report.transport)
+            write(folder, f"transport-{version}", report.transport)
     sender.close()
     dist.destroy_process_group()
 
@@ -54,23 +54,12 @@ def receive(folder: Path) -> None:
     model = policy().requires_grad_(False)
     for parameter in model.parameters():
         parameter.zero_()
-    end = time.monotonic() + _WAIT_S
-    while not (folder / "metadata").exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
     receiver = ModuleReceiver(model)
-    receiver.init((folder / "metadata").read_text(), timeout_s=_WAIT_S)
+    receiver.init(read(folder, "metadata"), timeout_s=_WAIT_S)
     for version in VERSIONS:
         assert receiver.receive(_WAIT_S) == version
         torch.save(dict(model.named_parameters()), folder / f"received-{version}")
     receiver.close()
-
-
-def write(path: Path, text: str) -> None:
-    """Renamed into place, so that a reader never sees half of it."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.rename(path)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ import msgspec
 import pytest
 
 from benchmark.hosts.job import Job, sent_by_link
-from support.hosts import Host, environment, laboratory, why_not
-from support.nixl_env import FOLDER as NIXL_FOLDER
+from support.hosts import Host, laboratory, why_not
 from support.nixl_env import needs_nixl
+from support.places import paths
 from support.sweep import sweep
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not())]
 JOB = Path(__file__).with_name("control_job.py")
-REPOSITORY = Path(__file__).parents[2]
 NOTICED_S = 10.0
 ENDS_S = 10.0  # for processes that have heard of it to end
 _START_S = 300.0
@@ -27,7 +26,7 @@ _START_S = 300.0
 def start(host: Host, role: str, folder: Path, address: str) -> subprocess.Popen[str]:
     with (folder / f"{role}.log").open("w") as log:
         command = [sys.executable, JOB, role, folder, address]
-        return host.run(command, env=environment(), stdout=log, stderr=log)
+        return host.run(command, env=paths({}), stdout=log, stderr=log)
 
 
 def until(path: Path, seconds: float) -> str:
@@ -65,7 +64,7 @@ def test_an_update_ends_when_the_receivers_host_is_lost_in_its_middle(transport:
         for role, host in (("train", a), ("receive", b)):
             job = Job(str(tmp_path), a.address, transport)
             command = [sys.executable, "-m", "benchmark.hosts.job", role, msgspec.json.encode(job).decode()]
-            variables = environment(OMP_NUM_THREADS="1", PYTHONPATH=f"{REPOSITORY}:{NIXL_FOLDER}")
+            variables = paths({"OMP_NUM_THREADS": "1"})
             log = (tmp_path / f"{role}.log").open("w")
             processes.append(host.run(command, env=variables, stdout=log, stderr=log))
             log.close()

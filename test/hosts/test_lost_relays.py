@@ -11,13 +11,12 @@ import pytest
 from test_lost_hosts import sent_by  # type: ignore[import-not-found]
 
 from benchmark.hosts.job import Job
-from support.hosts import environment, laboratory, why_not
-from support.nixl_env import FOLDER as NIXL_FOLDER
+from support.hosts import laboratory, why_not
 from support.nixl_env import needs_nixl
+from support.places import paths
 from support.sweep import sweep
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), needs_nixl]
-REPOSITORY = Path(__file__).parents[2]
 RECEIVERS = 3
 _START_S, _ENDS_S = 300.0, 300.0
 
@@ -33,7 +32,7 @@ def test_others_have_the_weights_at_the_end_of_the_update(how: str, tmp_path: Pa
             job = Job(str(tmp_path), hosts[0].address, "nixl", relay=True, on_failure="exclude", rank=rank, **sizes)
             role = "receive" if number else "train"
             command = [sys.executable, "-m", "benchmark.hosts.job", role, msgspec.json.encode(job).decode()]
-            variables = environment(OMP_NUM_THREADS="1", PYTHONPATH=f"{REPOSITORY}:{NIXL_FOLDER}")
+            variables = paths({"OMP_NUM_THREADS": "1"})
             with (tmp_path / f"{role}-{rank}.log").open("w") as log:
                 processes.append(host.run(command, env=variables, stdout=log, stderr=log))
         train, *receive = processes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.hosts import Host, environment, laboratory, why_not
-from support.nixl_env import FOLDER as NIXL_FOLDER
+from support.hosts import Host, laboratory, why_not
 from support.nixl_env import needs_nixl
+from support.places import paths
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not())]
 JOB = Path(__file__).with_name("module_job.py")
@@ -30,9 +29,8 @@ def start(
     **variables: str,
 ) -> subprocess.Popen[str]:
     command = [sys.executable, JOB, role, folder, address, str(rank), str(size), transport]
-    variables["PYTHONPATH"] = f"{os.environ.get('PYTHONPATH', '')}:{NIXL_FOLDER}"
     with (folder / f"{role}-{rank}.log").open("w") as log:
-        return host.run(command, env=environment(OMP_NUM_THREADS="1", **variables), stdout=log, stderr=log)
+        return host.run(command, env=paths({"OMP_NUM_THREADS": "1", **variables}), stdout=log, stderr=log)
 
 
 @pytest.mark.parametrize(("asked", "transport"), [("auto", "p2p"), pytest.param("nixl", "nixl", marks=needs_nixl)])

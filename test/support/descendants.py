@@ -8,18 +8,17 @@ Linux only.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-from sglang_reshard.patches.shared_segments import remove, segments_of
+from sglang_reshard.patches.shared_segments import remove
+from support.left_behind import Watch
+from support.zygote import as_subreaper
 
-_PR_SET_CHILD_SUBREAPER = 36
 _SHM = Path("/dev/shm")
 _POLL_S, _CENSUS_EVERY_S = 0.2, 2.0
 
@@ -35,7 +34,7 @@ def run(command: list[str], environment: dict[str, str], folder: Path, log: Path
     afterwards, and so is the shared memory that they made.
     """
     end = time.monotonic() + timeout_s
-    with adoption(), log.open("ab") as out:
+    with as_subreaper(), log.open("ab") as out:
         family = _Family()
         process = subprocess.Popen(
             command,
@@ -62,8 +61,7 @@ class _Family:
 
     def __init__(self) -> None:
         self._strangers = set(psutil.Process().children(recursive=True))
-        self._pids: set[int] = set()
-        self._segments: set[Path] = set()
+        self._watch = Watch()
         self._next = 0.0
 
     def members(self) -> set[psutil.Process]:
@@ -73,9 +71,7 @@ class _Family:
         """What they have mapped has to be asked while they live."""
         if time.monotonic() < self._next:
             return
-        pids = [member.pid for member in self.members()]
-        self._pids.update(pids)
-        self._segments |= segments_of(pids)
+        self._watch.look(member.pid for member in self.members())
         self._next = time.monotonic() + _CENSUS_EVERY_S
 
     def end(self, process: subprocess.Popen[bytes]) -> None:
@@ -90,24 +86,9 @@ class _Family:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(member.pid, os.WNOHANG)
             time.sleep(0.05)
-        remove(self._segments)
+        remove(self._watch.segments)
         # torch's, named after the process that made them; their own manager was killed as well.
-        remove(f for pid in self._pids for f in _SHM.glob(f"torch_{pid}_*"))
-
-
-@contextlib.contextmanager
-def adoption() -> Iterator[None]:
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def adopt(yes: int) -> None:
-        if libc.prctl(_PR_SET_CHILD_SUBREAPER, yes, 0, 0, 0):
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-    adopt(1)
-    try:
-        yield
-    finally:
-        adopt(0)
+        remove(f for pid in self._watch.pids for f in _SHM.glob(f"torch_{pid}_*"))
 
 
 def clean_environment() -> dict[str, str]:

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -20,20 +19,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sglang_reshard import tasks
-from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.extras.asynchronous import background
 from sglang_reshard.observability.report import UpdateReport
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
-from sglang_reshard.protocol.session import Session
-from sglang_reshard.trainer.collectives import broadcast_message
+from support.several_engines import sends_of, several_engines_sender
 from support.toy import DRIFTING, ToyRank, checkpoint
 from support.virtual_gpus.process import VirtualProcess
-from support.world import Requests, Send, Trainer
+from support.world import Requests, Trainer
 
 DTYPE = torch.bfloat16
 
@@ -147,32 +142,10 @@ class Shards:
             self._process.write(local, values)
 
 
-def to_each(trainer: Trainer, tp: int) -> dict[str, Send | None]:
-    """Engines of `tp` ranks each, by name, as trainer rank 0 reaches them; all of an engine's ranks answer alike."""
-
-    def reach(sends: tuple[Send | None, ...]) -> Send | None:
-        if sends[0] is None:
-            return None
-
-        def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
-            with ThreadPoolExecutor(len(sends)) as threads:
-                outputs = list(threads.map(lambda one: one(request), sends))  # type: ignore[misc]
-            assert all(o == outputs[0] for o in outputs), f"engine ranks answered differently: {outputs}"
-            return outputs[0]
-
-        return send
-
-    count = len(trainer.send_one) // tp
-    return {f"replica {i}": reach(trainer.send_one[i * tp : (i + 1) * tp]) for i in range(count)}
-
-
 def train(trainer: Trainer, process: VirtualProcess, job: Job) -> Trained:
     process.cuda.synchronize(process.device)  # a trainer has used its GPU
-    host = Session.host() if trainer.rank == 0 else None
-    address = broadcast_message(host.address if host else None, Address, trainer.group)
-    ranks = tuple(range(trainer.size))
-    sender = MultiEngineSender(address, trainer_rank=trainer.rank, global_ranks=ranks, timeout_s=30, **job.options)
-    sender.set_engines(to_each(trainer, job.tp))
+    sender, _host = several_engines_sender(trainer, timeout_s=30, **job.options)
+    sender.set_engines(sends_of(trainer, [job.tp] * (len(trainer.send_one) // job.tp)))
     shards = Shards(process, job)
     trained = Trained()
     if job.held:

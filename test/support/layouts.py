@@ -1,11 +1,10 @@
-"""Training states of every layout, on real process groups, and what torch itself says they are.
+"""Training states of FSDP2 and tensor parallelism on real process groups. `support.dtensors` has all placements.
 
 Each builder is given the number of trainer ranks and yields `Case`s; they run inside a world (support.world).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
@@ -66,27 +65,6 @@ def wholes_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-def distributed(mesh: DeviceMesh, prefix: str, placements: list[list]) -> Iterator[Case]:
-    """`distribute_tensor` of tensors of several shapes and dtypes, by each of `placements`."""
-    size = mesh.size()
-    shapes = [(2 * size, 3), (size + 1, 4), (2, 5), (1,), (3, size + 2, 2 * size - 1), (2, 2, 7)]
-    dtypes = itertools.cycle([torch.float32, torch.bfloat16, torch.int64])
-    for shape, dtype in zip(shapes, dtypes, strict=False):
-        whole = values(*shape, dtype=dtype)
-        for p in placements:
-            if all(isinstance(s, Replicate) or s.dim < len(shape) for s in p):
-                name = f"{prefix}.{'x'.join(map(str, shape))}.{dtype}.{p}"
-                yield Case(name, distribute_tensor(whole, mesh, p, src_data_rank=None), whole)
-
-
-def one_dimensional(ranks: int) -> Iterator[Case]:
-    mesh = init_device_mesh("cpu", (ranks,))
-    yield from distributed(mesh, "1d", [[Shard(0)], [Shard(1)], [Shard(2)], [Replicate()]])
-    whole = torch.tensor(2.5)
-    yield Case("1d.scalar", distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None), whole)
-    yield Case("1d.no elements", distribute_tensor(values(0, 3), mesh, [Shard(1)], src_data_rank=None), values(0, 3))
-
-
 def plain_and_distributed(ranks: int) -> Iterator[Case]:
     mesh = init_device_mesh("cpu", (ranks,))
     buffer = values(40)
@@ -108,12 +86,6 @@ def not_contiguous(ranks: int) -> Iterator[Case]:
     for name, shard in (("transposed", local.t().contiguous().t()), ("strided", doubled[::2])):
         yield Case(f"odd.{name}", DTensor.from_local(shard, mesh, [Shard(0)], run_check=False), whole)
     yield Case("odd.expanded", values(1, 3).expand(4, 3), values(1, 3).expand(4, 3).contiguous())
-
-
-def two_dimensional(ranks: int) -> Iterator[Case]:
-    mesh = init_device_mesh("cpu", (2, ranks // 2))
-    both = [Replicate(), Shard(0), Shard(1), Shard(2)]
-    yield from distributed(mesh, "2d", [[a, b] for a in both for b in both])
 
 
 def fsdp(ranks: int) -> Iterator[Case]:
@@ -214,13 +186,13 @@ def on_some_ranks(ranks: int) -> Iterator[Case]:
 
 
 BUILDERS: dict[int, list[Callable[[int], Iterator[Case]]]] = {
-    3: [one_dimensional, fsdp, fsdp_on_columns, fsdp_offloaded, tensor_parallel, plain_and_distributed],
+    3: [fsdp, fsdp_on_columns, fsdp_offloaded, tensor_parallel, plain_and_distributed],
     4: [
-        one_dimensional, plain_and_distributed, not_contiguous, two_dimensional, fsdp, fsdp_with_plain_parameters,
+        plain_and_distributed, not_contiguous, fsdp, fsdp_with_plain_parameters,
         fsdp_on_columns, hsdp, tensor_parallel, fsdp_over_tensor_parallel, on_some_ranks,
     ],
-    5: [one_dimensional, fsdp, fsdp_on_columns, tensor_parallel, fsdp_with_plain_parameters],
-    6: [two_dimensional, hsdp, fsdp_over_tensor_parallel],
-    7: [one_dimensional, fsdp, fsdp_on_columns, fsdp_offloaded, tensor_parallel, not_contiguous],
+    5: [fsdp, fsdp_on_columns, tensor_parallel, fsdp_with_plain_parameters],
+    6: [hsdp, fsdp_over_tensor_parallel],
+    7: [fsdp, fsdp_on_columns, fsdp_offloaded, tensor_parallel, not_contiguous],
     8: [hsdp_over_tensor_parallel, flattened_mesh_over_tensor_parallel, fsdp_over_tensor_parallel],
 }  # fmt: skip

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmark.hosts.job import read, write
 from sglang_reshard import ModuleReceiver, ModuleSender
 from support.stations import Arm, At, Stations
 
@@ -37,26 +38,11 @@ class Gate:
         self._folder = folder
 
     def send(self, _at: At) -> None:
-        write(self._folder / "at", "")
+        write(self._folder, "at", "")
 
     def recv(self) -> str:
-        read(self._folder / "go")
+        read(self._folder, "go")
         return "go"
-
-
-def write(path: Path, text: str) -> None:
-    """Renames it into place, so that a reader never sees half of it."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.rename(path)
-
-
-def read(path: Path) -> str:
-    end = time.monotonic() + _WAIT_S
-    while not path.exists():
-        assert time.monotonic() < end, f"no {path.name}"
-        time.sleep(0.02)
-    return path.read_text()
 
 
 def told(error: Exception | None) -> str:
@@ -66,7 +52,7 @@ def told(error: Exception | None) -> str:
 def sender(folder: Path, address: str, transport: str, name: str) -> ModuleSender:
     dist.init_process_group("gloo", init_method=f"tcp://{address}:{_PORT}", rank=0, world_size=1)
     found = ModuleSender(interface=address, transport=transport, bucket_bytes=_BUCKET_BYTES)
-    write(folder / f"metadata-{name}", found.metadata)
+    write(folder, f"metadata-{name}", found.metadata)
     found.wait_for_receivers(1, _WAIT_S)
     return found
 
@@ -85,7 +71,7 @@ def train(folder: Path, address: str, transport: str, station: str) -> None:
         ours.update(weights(2), weight_version="2", verify="full")
     except Exception as error:
         failure = error
-    write(folder / "told-train", told(failure))
+    write(folder, "told-train", told(failure))
     ours.close()
 
 
@@ -100,7 +86,7 @@ def receive(folder: Path, _address: str, _transport: str, station: str) -> None:
     for number in range(TENSORS):
         model.register_parameter(f"w{number}", nn.Parameter(torch.zeros(SIDE, SIDE), requires_grad=False))
     receiver = ModuleReceiver(model)
-    receiver.init(read(folder / "metadata-train"))
+    receiver.init(read(folder, "metadata-train"))
     assert receiver.receive(_WAIT_S) == "1"
     if station not in TRAINER_STATIONS:
         Stations(Gate(folder)).install("engine").arm(Arm(station))  # type: ignore[arg-type]
@@ -109,11 +95,11 @@ def receive(folder: Path, _address: str, _transport: str, station: str) -> None:
         receiver.receive(_WAIT_S)
     except Exception as error:
         failure = error
-    write(folder / "told-receive", f"{told(failure)}\n{values(model)}")
+    write(folder, "told-receive", f"{told(failure)}\n{values(model)}")
     receiver.close()
-    receiver.init(read(folder / "metadata-again"))
+    receiver.init(read(folder, "metadata-again"))
     receiver.receive(_WAIT_S)
-    write(folder / "again", values(model))
+    write(folder, "again", values(model))
 
 
 def values(model: nn.Module) -> str:

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.collectives import broadcast_message
-from support.world import Send, Trainer
-
-
-def in_turn(sends: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """Sends to all ranks of an engine; the first one's output."""
-
-    def send(request: Any) -> Any:
-        with ThreadPoolExecutor(len(sends)) as threads:
-            first, *_ = threads.map(lambda one: one(request), sends)
-            return first
-
-    return send
+from support.world import Send, Trainer, to_all
 
 
 def name_of(engine: int) -> str:
@@ -32,10 +20,8 @@ def name_of(engine: int) -> str:
 def sends_of(trainer: Trainer, sizes: Sequence[int]) -> dict[str, Send | None]:
     """Engines of so many ranks each, as `set_engines` takes them."""
     ends = list(itertools.accumulate(sizes))
-    return {
-        name_of(n): in_turn(trainer.send_one[end - size : end]) if trainer.rank == 0 else None  # type: ignore[arg-type]
-        for n, (size, end) in enumerate(zip(sizes, ends, strict=True))
-    }
+    parts = (trainer.send_one[end - size : end] for size, end in zip(sizes, ends, strict=True))
+    return {name_of(number): to_all(sends) for number, sends in enumerate(parts)}
 
 
 def place(rank: int, sizes: Sequence[int]) -> tuple[int, int]:

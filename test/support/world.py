@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -146,6 +146,20 @@ def _join(rank: int, size: int, port: int, apart: bool = False) -> Any:
     return dist.group.WORLD
 
 
+def to_all(sends: Sequence[Send | None]) -> Send | None:
+    """Reaches all ranks of an engine, which answer alike; None where nobody reaches them."""
+    if not sends or None in sends:
+        return None
+
+    def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
+        with ThreadPoolExecutor(len(sends)) as threads:  # engine ranks answer together
+            outputs = list(threads.map(lambda one: one(request), sends))  # type: ignore[misc]
+        assert all(o == outputs[0] for o in outputs), f"engine ranks answered differently: {outputs}"
+        return outputs[0]
+
+    return send
+
+
 def _trainer(link: Connection, rank: int, size: int, engines: list[Connection | None], train: Any, args: Any) -> None:
     def reach(engine: Connection) -> Send:
         def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
@@ -154,18 +168,12 @@ def _trainer(link: Connection, rank: int, size: int, engines: list[Connection | 
 
         return send
 
-    def send_all(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
-        with ThreadPoolExecutor(len(engines)) as threads:  # engine ranks answer together
-            outputs = list(threads.map(lambda send: send(request), filter(None, sends)))
-        assert all(o == outputs[0] for o in outputs), f"engine ranks answered differently: {outputs}"
-        return outputs[0]
-
     sends = tuple(None if engine is None else reach(engine) for engine in engines)
 
     def run(port: int) -> Any:
         _join(rank, size, port)
         try:
-            return train(Trainer(rank, size, send_all if rank == 0 else None, sends), *args)
+            return train(Trainer(rank, size, to_all(sends), sends), *args)
         finally:
             for engine in filter(None, engines):
                 with contextlib.suppress(BrokenPipeError):  # one that takes no more requests may have ended

@@ -89,7 +89,7 @@ class Forker:
         order = {"argv": list(argv), "environment": dict(environment), "descriptors": list(descriptors)}
         order |= {"parent": os.getpid(), "directory": os.getcwd()} | options
         data = json.dumps(order).encode()
-        with self._lock, _as_subreaper():
+        with self._lock, as_subreaper():
             socket.send_fds(self._connection, [_LENGTH.pack(len(data))], list(descriptors.values()))
             self._connection.sendall(data)
             answer = _read(self._connection, _PID.size)
@@ -103,7 +103,8 @@ _choose: Callable[[Environment], Forker | None] | None = None
 
 
 @contextlib.contextmanager
-def _as_subreaper() -> Iterator[None]:
+def as_subreaper() -> Iterator[None]:
+    """This process adopts its descendants that lose their parents."""
     before = ctypes.c_int()
     _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -9,8 +9,8 @@ from typing import Any
 
 import ray
 
-from support.http_engine import HttpEngine
 from tools.oracle.digests import read_live_digests
+from tools.oracle.http_engine import HttpEngine
 
 
 class JobReplica:

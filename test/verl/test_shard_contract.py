@@ -5,6 +5,7 @@ The engines of VeOmni and torchtitan are not installed here; what they export is
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import threading
 from collections.abc import Callable
@@ -24,6 +25,7 @@ EXPERTS, INNER, HIDDEN, LAYER = 4, 6, 5, "model.layers.3.mlp"
 EP, FSDP = 2, 3
 
 
+@functools.cache
 def _veomni_utils() -> ModuleType:
     """verl's converters of VeOmni's experts. They need no VeOmni, but the package around them does."""
     package = Path(importlib.util.find_spec("verl").origin).parent
@@ -32,9 +34,6 @@ def _veomni_utils() -> ModuleType:
     spec.loader.exec_module(module)
     module.get_device_id = lambda: "cpu"  # where the converters move experts to
     return module
-
-
-VEOMNI = _veomni_utils()
 
 
 class Engine:
@@ -101,7 +100,7 @@ def veomni(rank: int, stack: torch.Tensor) -> list[Any]:
     """Experts split by hand over EP, and each rank's experts by FSDP2 along dimension 1, as VeOmni exports them."""
     from verl.workers.engine.spec import BlockPlacement, ShardSpec
 
-    name, handler = f"{LAYER}.experts.gate_up_proj", VEOMNI.get_moe_param_handler("qwen3_moe", True)
+    name, handler = f"{LAYER}.experts.gate_up_proj", _veomni_utils().get_moe_param_handler("qwen3_moe", True)
     ep, fsdp = divmod(rank, FSDP)
     experts = EXPERTS // EP
     columns = [c.start for c in _chunks(2 * INNER, FSDP)] + [2 * INNER]
@@ -112,7 +111,7 @@ def veomni(rank: int, stack: torch.Tensor) -> list[Any]:
         place=BlockPlacement(tuple(block.shape), (ep * experts, start, 0), tuple(stack.shape)),
         gather_group=object(),
         to_hf_chunk=lambda first, rows: list(handler(name, rows, expert_id_base=first)),
-        hf_slots=VEOMNI.enumerate_hf_slots(handler, name, tuple(stack.shape), stack.dtype),
+        hf_slots=_veomni_utils().enumerate_hf_slots(handler, name, tuple(stack.shape), stack.dtype),
     )
     dense = ShardSpec(full_shape=(3,))
     return [(f"{LAYER}.gate.weight", torch.arange(3.0), dense), (name, block.reshape(-1), spec)]

@@ -2,6 +2,7 @@
 
 digests  digests of all live tensors of a model, in this process or inside a live engine
 stock    those digests for every engine rank after a stock `load_weights` of a checkpoint
+http_engine  a server, as `read_live_digests` takes an engine
 replay   runs a traced program on the full checkpoint, in one process
 """
 

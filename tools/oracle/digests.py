@@ -88,11 +88,6 @@ def read_live_digests(engine: Any, folder: str | Path, loader: str = LOADER) -> 
             ok, reason = _ask_all(engine, message, loader)
     if not ok:
         raise EngineRefused(f"The engine wrote no digests: {reason}. Start it with custom_weight_loader=['{loader}'].")
-    return written_by(ranks, folder)
-
-
-def written_by(ranks: int, folder: Path) -> list[Any]:
-    """Returns what so many ranks have written to the folder with `write_json`, in their order."""
     deadline = time.monotonic() + _LATER_STAGES_S
     while len(written := list(folder.glob("*.json"))) < ranks:
         if time.monotonic() > deadline:

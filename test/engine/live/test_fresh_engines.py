@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 from support.checkpoints import write_checkpoint
 from support.sglangs import chosen
-from support.tiny_qwen3_vl import write_image, write_qwen3_vl
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine]
@@ -69,6 +68,8 @@ def test_buffers_that_the_loader_fills_are_sent_and_a_part_of_a_fused_parameter_
 
 @IN_STAGES
 def test_a_frozen_tower_stays_once_it_has_been_sent(staged: bool, tmp_path: Path) -> None:
+    from support.tiny_qwen3_vl import write_image, write_qwen3_vl
+
     for version in ("1", "2", "3"):
         write_qwen3_vl(tmp_path / version, int(version), torch.bfloat16)
     frozen = {"without": "*.visual.*", "frozen": ["visual.*"]}

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from support.tiny_qwen3_vl import write_image, write_qwen3_vl
 from support.trainers import run_trainers
 from tools.oracle.stock import stock_digests
 
@@ -14,6 +13,8 @@ pytestmark = [pytest.mark.engine]
 
 
 def test_an_image_is_seen_with_the_new_weights(tmp_path: Path) -> None:
+    from support.tiny_qwen3_vl import write_image, write_qwen3_vl
+
     checkpoints = [str(write_qwen3_vl(tmp_path / version, int(version))) for version in ("1", "2")]
     image, engine = write_image(tmp_path / "image.png"), {"tp_size": 2, "dtype": "float32"}
     seen = run_trainers(2, "images_job:two_updates", tmp_path, engine=engine, image=str(image))[0]

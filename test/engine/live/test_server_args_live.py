@@ -16,7 +16,6 @@ import torch
 
 from support.checkpoints import write_checkpoint
 from support.sglangs import chosen
-from support.tiny_qwen3_vl import write_qwen3_vl
 from test_fresh_engines import assert_is_fresh, seen, step
 
 pytestmark = [pytest.mark.engine, pytest.mark.sweep]
@@ -70,6 +69,8 @@ def updated_and_fresh(
 ) -> list[dict[str, Any]]:
     for version in ("1", "2"):
         if writer == "Qwen3VLForConditionalGeneration":
+            from support.tiny_qwen3_vl import write_qwen3_vl
+
             write_qwen3_vl(folder / version, int(version), torch.bfloat16)
         else:
             write_checkpoint(writer, folder / version, seed=int(version))

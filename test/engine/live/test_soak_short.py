@@ -21,8 +21,8 @@ from benchmark.soak.expected import Expected
 from benchmark.soak.footprint import Footprint, footprint
 from benchmark.soak.seen import Updated, Verified
 from sglang_reshard.patches.shared_segments import segments_of
-from support.descendants import adoption
 from support.left_behind import settled
+from support.zygote import as_subreaper
 
 UPDATES, EVERY = 30, 10
 MIB = 2**20
@@ -36,7 +36,7 @@ def test_thirty_updates_of_a_server_that_is_asked_all_the_time(tmp_path: Path) -
     arguments = ["--updates", str(UPDATES), "--every", str(EVERY), "--out", str(out)]
     before, strangers = orphans(), descendants()
     # A short name: SGLang puts sockets there, whose paths may not be long.
-    with tempfile.TemporaryDirectory(prefix="soak-") as temporary, adoption():
+    with tempfile.TemporaryDirectory(prefix="soak-") as temporary, as_subreaper():
         status = soak(arguments, {"TMPDIR": temporary}, log)
         assert status == 0, log.read_text()[-8000:]
         assert os.listdir(temporary) == []

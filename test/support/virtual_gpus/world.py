@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,16 +18,18 @@ from support.world import Requests, Trainer, run_world
 @contextlib.contextmanager
 def virtual_gpus(**description: Any) -> Iterator[VirtualGpus]:
     """Makes GPUs, as `VirtualGpus` describes them; raises RuleBroken at the end if a process broke a rule."""
-    folder = tempfile.mkdtemp(prefix="virtual-gpus-", dir="/dev/shm")
-    try:
-        yield VirtualGpus(folder, **description)
+    with tempfile.TemporaryDirectory(prefix="virtual-gpus-", dir="/dev/shm") as folder:
+        try:
+            yield VirtualGpus(folder, **description)
+        except journal.RuleBroken:
+            raise
+        except BaseException as error:
+            try:
+                journal.check(folder)
+            except journal.RuleBroken as broken:
+                raise journal.RuleBroken(f"{broken}\n\n{error}") from error
+            raise
         journal.check(folder)
-    except BaseException as error:
-        if not isinstance(error, journal.RuleBroken):
-            _say_what_was_broken(folder, error)
-        raise
-    finally:
-        shutil.rmtree(folder)
 
 
 def run_with_gpus(
@@ -88,10 +89,3 @@ def _serve(
     gc.freeze()
     process = VirtualProcess(gpus, engines[rank], f"engine rank {rank}").install()
     return serve(rank, size, requests, process, *args)
-
-
-def _say_what_was_broken(folder: str, error: BaseException) -> None:
-    try:
-        journal.check(folder)
-    except journal.RuleBroken as broken:
-        raise journal.RuleBroken(f"{broken}\n\n{error}") from error

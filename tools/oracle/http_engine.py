@@ -25,5 +25,8 @@ class HttpEngine:
             "load_format": load_format,
             "flush_cache": flush_cache,
         }
-        answer = httpx.post(f"http://{self.address}/update_weights_from_tensor", json=body, timeout=60).json()
-        return answer["success"], answer["message"]
+        url = f"http://{self.address}/update_weights_from_tensor"
+        response = httpx.post(url, json=body, timeout=60, trust_env=False)
+        if response.status_code != httpx.codes.OK:
+            return False, f"it answered {response.status_code} {response.text[:300]}; see the server's log"
+        return response.json()["success"], response.json()["message"]
