@@ -218,7 +218,7 @@ test-serving: setup
 FOLLOWED := test/engine/live/test_server.py::test_a_server_follows_what_was_written_as_no_engine_could_be_reached
 test-async: setup
 	$(BIN)/python -m pytest test/unit/test_update_async.py test/unit/test_snapshot.py \
-	  test/unit/test_delta_encoding.py test/unit/test_delta_updates.py test/nixl/test_nixl_deltas.py test/faults/test_killed_in_deltas.py \
+	  test/unit/test_delta_encoding.py test/unit/test_delta_updates.py test/faults/test_killed_in_deltas.py \
 	  test/unit/test_snapshot_follower.py test/unit/test_update_or_write.py $(FOLLOWED) test/verl/test_disaggregated.py $(PYTEST_ARGS)
 
 # Every trainer by every way and transport, swept; it writes benchmark/results/trainers.json and

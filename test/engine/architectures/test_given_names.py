@@ -82,7 +82,7 @@ def text_trainer(model: torch.nn.Module, weights: Weights) -> dict[str, Any]:
     }
 
 
-def found_for(model: torch.nn.Module, given: Weights) -> tuple[LoaderNames, int]:
+def found_for(model: torch.nn.Module, given: Weights, tied: Sequence[str] = ()) -> tuple[LoaderNames, int]:
     """What an engine of this one rank finds, and how often it ran the loader."""
     specs, runs = specs_of(given), [0]
 
@@ -91,7 +91,7 @@ def found_for(model: torch.nn.Module, given: Weights) -> tuple[LoaderNames, int]
         renamed = [replace(spec, name=name) for spec, name in zip(specs, names, strict=True)]
         return [reading(names_read(model, renamed), names)]
 
-    return find_names("layout", list(given), (), probe), runs[0]
+    return find_names("layout", list(given), tied, probe), runs[0]
 
 
 def differences(found: LoaderNames, runs: int, names: list[str]) -> dict[str, Any]:

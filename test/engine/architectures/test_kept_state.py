@@ -31,7 +31,6 @@ from tools.oracle.replay import replay
 pytestmark = [pytest.mark.engine]
 _EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
 ROUTERS = {
-    "Glm4MoeForCausalLM": ("Glm4MoeGate", "_weight_fp32", {}),
     "Gemma4ForCausalLM": ("Gemma4Router", "_fused_scale", _EXPERTS),
 }
 
@@ -205,7 +204,7 @@ def routed(tmp_path_factory):
     return {(architecture, kind): case for architecture, kind, case in found}
 
 
-@pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "Gemma4ForCausalLM"])
+@pytest.mark.parametrize("architecture", ROUTERS)
 @pytest.mark.parametrize("kind", ["dropped", "in place"])
 def test_a_router_says_what_that_of_a_fresh_model_says(routed, architecture, kind):
     """What the first forward pass keeps is dropped; where CUDA graphs may hold its address, it is computed in place."""

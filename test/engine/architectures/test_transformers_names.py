@@ -7,7 +7,6 @@ import glob
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from architecture_cases import RESULTS
 from architectures import Architecture, generation
 from examination import built, said, specs_of
 from rank_jobs import run_jobs
-from sglang_reshard.engine.names.search import Reading, find_names, reading
 from sglang_reshard.engine.target_planning import LoaderNames
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.trace.names_read import names_read
@@ -29,6 +27,7 @@ from support import sglangs
 from support.checkpoints import read_weights, write_checkpoint
 from support.live_memory import differing, fill_with_garbage
 from support.sweep import sweep
+from test_given_names import found_for
 from tools.oracle.digests import digests
 from tools.oracle.replay import replay
 
@@ -51,16 +50,9 @@ def states(architecture: Architecture, folder: str, weights: Weights) -> dict[st
 
 def outcome(model: torch.nn.Module, started_on: Weights, sent: Weights, tied: Sequence[str]) -> dict[str, Any]:
     """Whether an engine rank is updated from `sent` to what stock loading leaves of its own checkpoint."""
-    specs, runs = specs_of(sent), [0]
-
-    def probe(names: Sequence[str]) -> list[Reading]:
-        runs[0] += 1
-        renamed = [replace(spec, name=name) for spec, name in zip(specs, names, strict=True)]
-        return [reading(names_read(model, renamed), names)]
-
-    found = LoaderNames()
+    found, runs = LoaderNames(), 0
     try:
-        found = find_names("layout", list(sent), [glob.escape(name) for name in tied], probe)
+        found, runs = found_for(model, sent, [glob.escape(name) for name in tied])
         named = dict(zip(found.names or sent, sent.values(), strict=True))
         read = names_read(model, specs_of(named)).read
         unread = [old for old, new in zip(sent, named, strict=True) if new not in read and old not in tied]
@@ -70,13 +62,13 @@ def outcome(model: torch.nn.Module, started_on: Weights, sent: Weights, tied: Se
         fill_with_garbage(model)
         replay(trace(model, specs_of(named), start), named)
     except ReshardError as error:
-        return {"refused": str(error), "hint": found.hint, "runs": runs[0]}
+        return {"refused": str(error), "hint": found.hint, "runs": runs}
     updated = digests(model)
     fill_with_garbage(model)
     with torch.no_grad():
         model.load_weights(iter([(n, t.clone()) for n, t in started_on.items()]))  # type: ignore[operator]
     renamed = sum(old != new for old, new in zip(found.given, found.names, strict=True))
-    return {"differing": differing(updated, digests(model)), "renamed": renamed, "runs": runs[0]}
+    return {"differing": differing(updated, digests(model)), "renamed": renamed, "runs": runs}
 
 
 def all_names() -> list[tuple[str]]:
