@@ -205,9 +205,9 @@ test-hosts: setup
 # The part about engines as production serves them: quantized and repacked weights, data parallel ranks, pipeline stages,
 # draft models, every option of SGLang.
 test-serving: setup
-	$(BIN)/python -m pytest test/engine/live/test_many_ranks_server.py test/engine/live/test_reshard_models.py \
+	$(BIN)/python -m pytest test/engine/live/test_many_ranks_server.py test/engine/live/test_server_args_live.py \
 	  test/engine/live/test_draft_models.py test/engine/live/test_repacking_engines.py test/engine/live/test_images.py \
-	  test/engine/test_pipeline.py test/engine/test_hooks.py test/engine/architectures/test_draft_layers.py \
+	  test/engine/test_pipeline.py test/engine/test_hooks.py test/engine/architectures/test_drafts.py \
 	  test/engine/architectures/test_quantization.py \
 	  test/engine/architectures/test_moved_experts.py test/unit/test_expert_placement.py \
 	  test/unit/test_block_fp8.py test/unit/test_block_fp8_updates.py test/unit/test_repack.py \
@@ -218,7 +218,7 @@ test-serving: setup
 FOLLOWED := test/engine/live/test_server.py::test_a_server_follows_what_was_written_as_no_engine_could_be_reached
 test-async: setup
 	$(BIN)/python -m pytest test/unit/test_update_async.py test/unit/test_snapshot.py \
-	  test/unit/test_delta_encoding.py test/unit/test_delta_updates.py test/nixl/test_nixl_deltas.py test/faults/test_killed_in_deltas.py \
+	  test/unit/test_delta_encoding.py test/unit/test_delta_updates.py test/faults/test_killed_in_deltas.py \
 	  test/unit/test_snapshot_follower.py test/unit/test_update_or_write.py $(FOLLOWED) test/verl/test_disaggregated.py $(PYTEST_ARGS)
 
 # Every trainer by every way and transport, swept; it writes benchmark/results/trainers.json and

@@ -12,7 +12,6 @@ from sglang_reshard.control import ControlServer
 from sglang_reshard.extras.request_mail import MailRoom
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput as Output
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, SharedWeights
-from support.scenarios import run
 
 pytestmark = pytest.mark.engine
 
@@ -63,93 +62,80 @@ async def _end(reader):
         pass
 
 
-def test_a_host_that_is_not_listed_is_not_asked(engine_class, monkeypatch):
+async def test_a_host_that_is_not_listed_is_not_asked(engine_class, monkeypatch):
     monkeypatch.delenv("SGLANG_RESHARD_PEERS", raising=False)
     monkeypatch.setattr("sglang_reshard.patches.weights_sharing.pull_from", lambda *_: 1 / 0)
-
-    async def scenario():
-        async with (engine := engine_class()).client() as client:
-            answer = await client.post("/pull_weights", json={"url": "http://192.0.2.1:80"})
-        assert answer.status_code == 400
-        assert "SGLANG_RESHARD_PEERS in this server's environment does not list it" in answer.json()["message"]
-        assert engine.under_way == ""
-
-    run(scenario())
+    async with (engine := engine_class()).client() as client:
+        answer = await client.post("/pull_weights", json={"url": "http://192.0.2.1:80"})
+    assert answer.status_code == 400
+    assert "SGLANG_RESHARD_PEERS in this server's environment does not list it" in answer.json()["message"]
+    assert engine.under_way == ""
 
 
-def test_a_pull_that_waits_for_the_other_server_ends_with_its_client(engine_class):
-    async def scenario():
-        engine = engine_class()
-        async with sharing() as other:
-            connection = pull(engine, other.url)
-            await until(lambda: other.requests)
-            assert "are being pulled" in engine.under_way
-            connection.disconnect()
-            await connection.task
-            await until(lambda: other.ended)
-        await until(lambda: not engine.under_way)  # the client is told before the pull has left
-        assert (engine.torn, engine.asked) == ("", [])
-
-    run(scenario())
+async def test_a_pull_that_waits_for_the_other_server_ends_with_its_client(engine_class):
+    engine = engine_class()
+    async with sharing() as other:
+        connection = pull(engine, other.url)
+        await until(lambda: other.requests)
+        assert "are being pulled" in engine.under_way
+        connection.disconnect()
+        await connection.task
+        await until(lambda: other.ended)
+    await until(lambda: not engine.under_way)  # the client is told before the pull has left
+    assert (engine.torn, engine.asked) == ("", [])
 
 
-def test_a_pull_that_waits_for_the_request_ends_with_its_client_and_leaves(engine_class):
-    async def scenario():
-        engine = engine_class()
-        async with sharing() as other:
-            other.answers.set()
-            room = await asyncio.to_thread(MailRoom, other.control.address, 30)
-            connection = pull(engine, other.url)
-            await asyncio.to_thread(room.wait, 1, 30)
-            assert len(room.receivers()) == 1
-            connection.disconnect()
-            await connection.task
-            await until(lambda: not room.receivers())
-            await asyncio.to_thread(room.close)
-        await until(lambda: not engine.under_way)
-        assert (engine.torn, engine.asked) == ("", [])
-
-    run(scenario())
+async def test_a_pull_that_waits_for_the_request_ends_with_its_client_and_leaves(engine_class):
+    engine = engine_class()
+    async with sharing() as other:
+        other.answers.set()
+        room = await asyncio.to_thread(MailRoom, other.control.address, 30)
+        connection = pull(engine, other.url)
+        await asyncio.to_thread(room.wait, 1, 30)
+        assert len(room.receivers()) == 1
+        connection.disconnect()
+        await connection.task
+        await until(lambda: not room.receivers())
+        await asyncio.to_thread(room.close)
+    await until(lambda: not engine.under_way)
+    assert (engine.torn, engine.asked) == ("", [])
 
 
 @pytest.mark.parametrize(
     ("digest", "torn"), [("0" * 16, ""), ("1" * 16, "the weights of {url} are no longer those of its last update")]
 )
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
-def test_a_pull_whose_schedulers_write_goes_on_and_is_compared(engine_class, digest, torn, leaves):
-    async def scenario():
-        engine = engine_class(lambda _: Output(success=True, message="", digest=digest))
-        engine.answers.clear()
-        async with sharing() as other:
-            other.answers.set()
-            room = await asyncio.to_thread(MailRoom, other.control.address, 30)
-            connection = pull(engine, other.url)
-            await asyncio.to_thread(room.wait, 1, 30)
-            request = DistributedUpdateWeightsReq(
-                address=other.control.address.named("weights"),
-                update=1,
-                layout="l",
-                handles=("h",),
-                trainer_hosts=("x",),
-                weight_version="7",
-                timeout_s=30,
-            )
-            (name,) = room.receivers()
-            sent = asyncio.ensure_future(asyncio.to_thread(room.send, name, request))
-            await until(lambda: engine.asked)
-            if leaves:
-                connection.disconnect()
-                await connection.task
-                assert engine.under_way, "the schedulers write"
-            engine.answers.set()
-            outcome = await sent  # the other server is told, too
+async def test_a_pull_whose_schedulers_write_goes_on_and_is_compared(engine_class, digest, torn, leaves):
+    engine = engine_class(lambda _: Output(success=True, message="", digest=digest))
+    engine.answers.clear()
+    async with sharing() as other:
+        other.answers.set()
+        room = await asyncio.to_thread(MailRoom, other.control.address, 30)
+        connection = pull(engine, other.url)
+        await asyncio.to_thread(room.wait, 1, 30)
+        request = DistributedUpdateWeightsReq(
+            address=other.control.address.named("weights"),
+            update=1,
+            layout="l",
+            handles=("h",),
+            trainer_hosts=("x",),
+            weight_version="7",
+            timeout_s=30,
+        )
+        (name,) = room.receivers()
+        sent = asyncio.ensure_future(asyncio.to_thread(room.send, name, request))
+        await until(lambda: engine.asked)
+        if leaves:
+            connection.disconnect()
             await connection.task
-            await until(lambda: not engine.under_way)
-            await asyncio.to_thread(room.close)
-        assert outcome.success is not bool(torn)
-        assert engine.torn.startswith(torn.format(url=other.url)) if torn else engine.torn == ""
-        assert engine.versions == ([] if torn else ["7"])
-        if not leaves:
-            assert json.loads(connection.body)["torn"] is bool(torn)
-
-    run(scenario())
+            assert engine.under_way, "the schedulers write"
+        engine.answers.set()
+        outcome = await sent  # the other server is told, too
+        await connection.task
+        await until(lambda: not engine.under_way)
+        await asyncio.to_thread(room.close)
+    assert outcome.success is not bool(torn)
+    assert engine.torn.startswith(torn.format(url=other.url)) if torn else engine.torn == ""
+    assert engine.versions == ([] if torn else ["7"])
+    if not leaves:
+        assert json.loads(connection.body)["torn"] is bool(torn)

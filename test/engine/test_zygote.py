@@ -71,23 +71,13 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     return look(folder), look(folder, **zygote.ORDINARY)
 
 
-def test_it_has_the_imports(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_it_is_what_an_ordinary_start_would_be_but_has_the_imports(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
     fork, ordinary = both
-    assert fork["imported"]
-    assert fork["child"]["imported"]
-    assert not ordinary["imported"]
-    assert not ordinary["child"]["imported"]
-
-
-def test_it_is_the_child_of_who_starts_it(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    for seen in both:
+    for seen, imported in ((fork, True), (ordinary, False)):
+        assert (seen["imported"], seen["child"]["imported"]) == (imported, imported)
         assert seen["parent"] == os.getpid()
         assert seen["child"]["parent"] == seen["pid"]
         assert seen["session"] == seen["child"]["session"] == seen["pid"]
-
-
-def test_it_has_what_it_was_given_and_nothing_else(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    fork, ordinary = both
     del ordinary["variables"][zygote.VARIABLE], ordinary["child"]["variables"][zygote.VARIABLE]
     for same in ("directory", "arguments", "variables", "main"):
         assert fork[same] == ordinary[same], same

@@ -16,23 +16,31 @@ FEW = [(1, phase, transport) for phase, transport in zip(PHASES, ("ipc", "p2p") 
 FEW += [(0, "look", "p2p"), (0, "move", "ipc"), (1, "move", "broadcast")]
 
 
+def killed(scene, row, victim):
+    """The trainer hears of it soon."""
+    row.detect_s = scene.noticed_after(scene.kill(victim))
+    assert row.detect_s < DETECT_S
+
+
+def updated_again(scene, row, transport, **options):
+    scene.start_engines()
+    scene.make_good(transport, **options)
+    row.outcome = "started again; the same trainer updated it"
+
+
 @pytest.mark.parametrize(("rank", "phase", "transport"), only(CASES, FEW.__contains__))
 def test_an_engine_rank_killed_in_a_phase(scene, case, rank, phase, transport):
     with case(f"engine rank {rank} killed", phase, transport) as row:
         victim, before = scene.engines[rank], [p.pid for p in scene.trainers]
         scene.hold(victim, phase, transport, verify="full" if phase == "verify" else "off")
-        killed_at = scene.kill(victim)
-        row.detect_s = scene.noticed_after(killed_at)
-        assert row.detect_s < DETECT_S
+        killed(scene, row, victim)
         told = scene.failures().values()
         assert len(told) == 2
         for ended in told:
             # Once all have agreed, the first rank's word is enough.
             assert message_names(ended.message, victim) if ended.kind else (rank, phase) == (1, "agreed"), ended
-        scene.start_engines()
-        scene.make_good(transport)
+        updated_again(scene, row, transport)
         assert [p.pid for p in scene.trainers] == before
-        row.outcome = "started again; the same trainer updated it"
 
 
 @pytest.mark.parametrize("rank", [1, 0])
@@ -44,20 +52,14 @@ def test_an_engine_rank_killed_between_updates(scene, case, rank):
         row.detect_s = scene.noticed_after(killed_at)
         assert row.detect_s < DETECT_S
         assert {ended.kind for ended in scene.failures().values()} == {"EngineRefused"}
-        scene.start_engines()
-        scene.make_good("p2p")
-        row.outcome = "started again; the same trainer updated it"
+        updated_again(scene, row, "p2p")
 
 
 @pytest.mark.parametrize("transport", ["ipc", "p2p"])
 def test_an_engine_rank_killed_while_staged_weights_arrive(scene, case, transport):
     with case("engine rank 1 killed", "move, staged", transport) as row:
         scene.hold(scene.engines[1], "move", transport, staged=True)
-        killed_at = scene.kill(scene.engines[1])
-        row.detect_s = scene.noticed_after(killed_at)
-        assert row.detect_s < DETECT_S
+        killed(scene, row, scene.engines[1])
         assert not scene.server.torn
         assert scene.versions(scene.version) == [scene.version], "the survivor has its old weights"
-        scene.start_engines()
-        scene.make_good(transport, staged=True)
-        row.outcome = "started again; the same trainer updated it"
+        updated_again(scene, row, transport, staged=True)

@@ -14,7 +14,7 @@ WAITS_S = 0.5  # by when a rank that called update waits for the others
 PHASES = ["announce", "plan", "connect", "move", "verify", "commit"]
 # At the end of `connect` ranks begin to write once they have heard each other: maybe before they hear of the kill.
 BEFORE_A_BYTE = {"announce", "plan"}
-ANY = {"old weights", "new weights", "torn, declared"}
+OLD, ANY = {"old weights"}, {"old weights", "new weights", "torn, declared"}
 CASES = [(rank, phase, transport) for rank in (1, 0) for phase in PHASES for transport in ("ipc", "p2p")]
 CASES += [(1, "connect", "broadcast"), (1, "move", "broadcast"), (0, "move", "broadcast")]
 # Each phase, each rank and each transport.
@@ -28,55 +28,53 @@ def whom_to_hold(scene, rank, phase, transport):
     return scene.trainers[rank] if own else scene.engines[0]
 
 
+def kill_and_go_on(scene, row, victim, new, outcomes, held=None, transport="ipc", **options):
+    """Who is `held` is let go then. All survivors hear of it, and a new trainer goes on."""
+    killed_at = scene.kill(victim)
+    if held is not None:
+        scene.let_go(held)
+    row.detect_s = scene.noticed_after(killed_at)
+    row.outcome = scene.judge(new)
+    assert row.outcome in outcomes
+    assert row.detect_s < DETECT_S
+    for ended in scene.failures().values():
+        # All bytes were there: the engine may have been done before anyone could know that one rank was gone.
+        assert message_names(ended.message, victim) if ended.kind else row.outcome == "new weights", ended
+    before = list(scene.trainers)
+    for player in before:
+        scene.kill(player)
+    if left := scene.mapped_of(before):
+        row.outcome = "leak: " + ", ".join(left)
+    assert not left
+    scene.start_trainers()
+    scene.make_good(transport, **options)
+    row.outcome += "; a new trainer made it good"
+
+
 @pytest.mark.parametrize(("rank", "phase", "transport"), only(CASES, FEW.__contains__))
 def test_a_trainer_rank_killed_in_a_phase(scene, case, rank, phase, transport):
     with case(f"trainer rank {rank} killed", phase, transport) as row:
         held, victim = whom_to_hold(scene, rank, phase, transport), scene.trainers[rank]
         new = scene.hold(held, phase, transport, verify="full" if phase == "verify" else "off")
-        killed_at = scene.kill(victim)
-        scene.let_go(held)
-        row.detect_s = scene.noticed_after(killed_at)
-        row.outcome = scene.judge(new)
-        assert row.outcome in (
-            ["old weights"] if phase in BEFORE_A_BYTE else ["old weights", "torn, declared", "new weights"]
-        )
-        assert row.detect_s < DETECT_S
-        for ended in scene.failures().values():
-            # All bytes were there: the engine may have been done before anyone could know that one rank was gone.
-            assert message_names(ended.message, victim) if ended.kind else row.outcome == "new weights", ended
-        go_on_with_a_new_trainer(scene, row, transport)
+        kill_and_go_on(scene, row, victim, new, OLD if phase in BEFORE_A_BYTE else ANY, held, transport)
 
 
 @pytest.mark.parametrize("transport", ["ipc", "p2p"])
 @pytest.mark.parametrize("rank", [1, 0])
 def test_a_trainer_rank_killed_while_it_updates_in_the_background(scene, case, rank, transport):
     with case(f"trainer rank {rank} killed", "move, in the background", transport) as row:
-        held, victim = whom_to_hold(scene, rank, "move", transport), scene.trainers[rank]
+        held = whom_to_hold(scene, rank, "move", transport)
         new = scene.hold(held, "move", transport, background=True)
-        killed_at = scene.kill(victim)
-        scene.let_go(held)
-        row.detect_s = scene.noticed_after(killed_at)
-        row.outcome = scene.judge(new)
-        assert row.outcome in ANY
-        assert row.detect_s < DETECT_S
-        for ended in scene.failures().values():
-            assert message_names(ended.message, victim) if ended.kind else row.outcome == "new weights", ended
-        go_on_with_a_new_trainer(scene, row, transport)
+        kill_and_go_on(scene, row, scene.trainers[rank], new, ANY, held, transport)
 
 
 @pytest.mark.parametrize("rank", [1, 0])
 def test_a_trainer_rank_killed_between_updates(scene, case, rank):
     with case(f"trainer rank {rank} killed", "between updates", "ipc") as row:
         scene.make_good("ipc")
-        killed_at = scene.kill(scene.trainers[rank])
-        new = scene.begin("ipc")
-        row.detect_s = scene.noticed_after(killed_at)
-        row.outcome = scene.judge(new)
-        assert row.outcome == "old weights"
-        assert row.detect_s < DETECT_S
-        for ended in scene.failures().values():
-            assert message_names(ended.message, scene.trainers[rank]), ended.message
-        go_on_with_a_new_trainer(scene, row, "ipc")
+        victim = scene.trainers[rank]
+        scene.kill(victim)
+        kill_and_go_on(scene, row, victim, scene.begin("ipc"), OLD)
 
 
 def test_a_trainer_rank_killed_while_the_other_waits_for_it_to_call_update(scene, case):
@@ -86,28 +84,16 @@ def test_a_trainer_rank_killed_while_the_other_waits_for_it_to_call_update(scene
         new = scene.begin("ipc", late=victim)
         scene.until(lambda: time.monotonic() > waits, 60, "trainer rank 0 to wait")
         assert scene.busy()
-        killed_at = scene.kill(victim)
-        row.detect_s = scene.noticed_after(killed_at)
-        row.outcome = scene.judge(new)
-        assert row.outcome == "old weights"
-        assert row.detect_s < DETECT_S
-        (ended,) = scene.failures().values()
-        assert message_names(ended.message, victim), ended.message
-        go_on_with_a_new_trainer(scene, row, "ipc")
+        kill_and_go_on(scene, row, victim, new, OLD)
 
 
 @pytest.mark.parametrize("rank", [1, 0])
 @pytest.mark.parametrize("transport", ["ipc", "p2p"])
 def test_staged_weights_of_a_trainer_that_is_killed_never_count(scene, case, rank, transport):
     with case(f"trainer rank {rank} killed", "move, staged", transport) as row:
-        new = scene.hold(scene.engines[0], "move", transport, staged=True)
-        killed_at = scene.kill(scene.trainers[rank])
-        scene.let_go(scene.engines[0])
-        row.detect_s = scene.noticed_after(killed_at)
-        row.outcome = scene.judge(new)
-        assert row.outcome == "old weights"
-        assert row.detect_s < DETECT_S
-        go_on_with_a_new_trainer(scene, row, transport, staged=True)
+        held = scene.engines[0]
+        new = scene.hold(held, "move", transport, staged=True)
+        kill_and_go_on(scene, row, scene.trainers[rank], new, OLD, held, transport, staged=True)
 
 
 @pytest.mark.parametrize("staged", [True, False])
@@ -125,15 +111,3 @@ def test_a_new_trainer_begins_while_staged_weights_of_a_dead_one_still_land(scen
         row.outcome = scene.judge(new)
         assert row.outcome == "new weights", scene.failures()
         row.outcome += " of a new trainer, which waited for the old landing"
-
-
-def go_on_with_a_new_trainer(scene, row, transport, **options):
-    before = list(scene.trainers)
-    for player in before:
-        scene.kill(player)
-    if left := scene.mapped_of(before):
-        row.outcome = "leak: " + ", ".join(left)
-    assert not left
-    scene.start_trainers()
-    scene.make_good(transport, **options)
-    row.outcome += "; a new trainer made it good"

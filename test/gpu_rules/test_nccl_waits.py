@@ -67,42 +67,48 @@ def stop_the_other(store):
     return pid
 
 
-def outcome(call):
-    """The error that it raises, and how long that took."""
-    begun = time.monotonic()
-    try:
-        call()
-    except ReshardError as error:
-        return type(error), time.monotonic() - begun
-    return None, time.monotonic() - begun
+def beside_the_stopped(store, group, call, aborts_s):
+    """The error that a call raises beside a stopped peer, how long that takes, and how long a thread stood still.
 
-
-def receive_from_who_is_stopped(rank, process, store, aborts):
-    """Of rank 0: how a receive ended, and for how long a thread stood still that ticked meanwhile."""
-    group = communicator(rank, process, TIMEOUT_S if aborts is None else 60.0)
-    group.connect(store)
-    if rank:
-        stop_until_told(store)
-        group.close()
-        return None
-    pending = group.receive([(1, torch.zeros(8, dtype=torch.uint8, device=process.device))])
-    pid = stop_the_other(store)
+    aborts_s  when the group is aborted meanwhile; None: never
+    """
+    pid, error = stop_the_other(store), None
     with ticking() as still_s:
-        if aborts is not None:
-            threading.Timer(aborts, group.abort).start()
-        error, seconds = outcome(pending.wait)
+        if aborts_s is not None:
+            threading.Timer(aborts_s, group.abort).start()
+        begun = time.monotonic()
+        try:
+            call()
+        except ReshardError as raised:
+            error = type(raised)
+        seconds = time.monotonic() - begun
         group.close()
         time.sleep(0.5)
     os.kill(pid, signal.SIGCONT)
     return error, seconds, still_s()
 
 
-@pytest.mark.parametrize(("aborts", "error"), [(0.3, PeerDisconnected), (None, DeadlineExceeded)])
-def test_a_wait_that_is_aborted_beside_a_stopped_peer_stops_no_other_thread(aborts, error):
-    raised, seconds, still_s = run(receive_from_who_is_stopped, aborts)[0]
+def ended(told, error):
+    raised, seconds, still_s = told
     assert raised is error
     assert seconds < SOON_S
     assert still_s < STILL_S
+
+
+def receive_from_who_is_stopped(rank, process, store, aborts_s):
+    group = communicator(rank, process, TIMEOUT_S if aborts_s is None else 60.0)
+    group.connect(store)
+    if rank:
+        stop_until_told(store)
+        group.close()
+        return None
+    pending = group.receive([(1, torch.zeros(8, dtype=torch.uint8, device=process.device))])
+    return beside_the_stopped(store, group, pending.wait, aborts_s)
+
+
+@pytest.mark.parametrize(("aborts_s", "error"), [(0.3, PeerDisconnected), (None, DeadlineExceeded)])
+def test_a_wait_that_is_aborted_beside_a_stopped_peer_stops_no_other_thread(aborts_s, error):
+    ended(run(receive_from_who_is_stopped, aborts_s)[0], error)
 
 
 def broadcast_with_who_is_stopped(rank, process, store):
@@ -114,23 +120,14 @@ def broadcast_with_who_is_stopped(rank, process, store):
         group.close()
         return None
     work = group.broadcast(torch.zeros(8, dtype=torch.uint8, device=process.device), 1)
-    pid = stop_the_other(store)
-    with ticking() as still_s:
-        threading.Timer(0.3, group.abort).start()
-        error, seconds = outcome(work.wait)
-        time.sleep(0.5)
-    os.kill(pid, signal.SIGCONT)
-    return error, seconds, still_s()
+    return beside_the_stopped(store, group, work.wait, 0.3)
 
 
 def test_a_broadcast_that_is_aborted_beside_a_stopped_peer_stops_no_other_thread():
-    raised, seconds, still_s = run(broadcast_with_who_is_stopped)[0]
-    assert raised is PeerDisconnected
-    assert seconds < SOON_S
-    assert still_s < STILL_S
+    ended(run(broadcast_with_who_is_stopped)[0], PeerDisconnected)
 
 
-def connect_to_who_is_stopped(rank, process, store, aborts):
+def connect_to_who_is_stopped(rank, process, store, aborts_s):
     """The other member has come, and is stopped before NCCL has connected it."""
     if rank:
         store.set("joined/1", "")
@@ -139,24 +136,13 @@ def connect_to_who_is_stopped(rank, process, store, aborts):
             store.set("all_entered", "")
         stop_until_told(store)
         return None
-    group = communicator(rank, process, TIMEOUT_S if aborts is None else 60.0)
-    pid = stop_the_other(store)
-    with ticking() as still_s:
-        if aborts is not None:
-            threading.Timer(aborts, group.abort).start()
-        error, seconds = outcome(lambda: group.connect(store))
-        group.close()
-        time.sleep(0.5)
-    os.kill(pid, signal.SIGCONT)
-    return error, seconds, still_s()
+    group = communicator(rank, process, TIMEOUT_S if aborts_s is None else 60.0)
+    return beside_the_stopped(store, group, lambda: group.connect(store), aborts_s)
 
 
-@pytest.mark.parametrize(("aborts", "error"), [(1.0, PeerDisconnected), (None, DeadlineExceeded)])
-def test_connecting_to_a_peer_that_is_stopped_ends_and_stops_no_other_thread(aborts, error):
-    raised, seconds, still_s = run(connect_to_who_is_stopped, aborts)[0]
-    assert raised is error
-    assert seconds < SOON_S
-    assert still_s < STILL_S
+@pytest.mark.parametrize(("aborts_s", "error"), [(1.0, PeerDisconnected), (None, DeadlineExceeded)])
+def test_connecting_to_a_peer_that_is_stopped_ends_and_stops_no_other_thread(aborts_s, error):
+    ended(run(connect_to_who_is_stopped, aborts_s)[0], error)
 
 
 def wait_on_the_waiting_stream(rank, process, store):

@@ -46,22 +46,6 @@ def now(tensor):
     return found
 
 
-def start_and_wait(process, _trainer):
-    source, destination = on_gpu(process, 7), on_gpu(process, 1)
-    copies = copies_of(destination, source)
-    copies.run()
-    started = now(destination)
-    process.cuda.current_stream().synchronize()
-    ended = now(destination)
-    process.write(source, torch.full((BYTES,), 8, dtype=torch.uint8))
-    copies.run()
-    return started, ended, set(destination.tolist())  # which waits for its thread's stream
-
-
-def test_a_kernel_ends_when_it_is_waited_for_and_not_when_it_is_started():
-    assert run_tasks(start_and_wait, Place(HOST, (0,))) == [(1, 7, {8})]
-
-
 def use_two_streams(process, _trainer):
     source, middle, destination = (on_gpu(process, value) for value in (7, 1, 2))
     first, second = copies_of(middle, source), copies_of(destination, middle)
@@ -86,24 +70,6 @@ def use_two_streams(process, _trainer):
 
 def test_a_stream_waits_for_another_only_where_it_is_told_to():
     assert run_tasks(use_two_streams, Place(HOST, (0,))) == [[1, 7, 7]]
-
-
-def ask_an_event(process, _trainer):
-    source, destination = on_gpu(process, 7), on_gpu(process, 1)
-    first, later = copies_of(destination, source), copies_of(destination, on_gpu(process, 8))
-    first.run()
-    event = torch.cuda.Event()
-    event.record()
-    asked = [event.query() for _ in range(4)]
-    later.run()
-    event.synchronize()
-    return asked, now(destination)
-
-
-def test_an_event_ends_in_time_and_is_of_what_was_started_before_it():
-    ((asked, byte),) = run_tasks(ask_an_event, Place(HOST, (0,)))
-    assert asked == [False, False, True, True]
-    assert byte == 7
 
 
 def free_under_a_kernel(process, _trainer, record):

@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,23 +26,14 @@ from transformers import AutoConfig, Qwen3ForCausalLM
 
 from benchmark.demo.reference import greedy_tokens
 from benchmark.demo.trainer import TP_PLAN
-from sglang_reshard import MultiEngineSender, UpdateReport, VerlEngine, WeightSender
+from sglang_reshard import MultiEngineSender, UpdateReport, WeightSender
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.testing import cpu_host
 from sglang_reshard.trainer.collectives import broadcast_message
+from support.live_engines import NEW_TOKENS, PROMPTS, greedy, live_engine
 from tools.oracle.digests import read_live_digests
 from tools.oracle.http_engine import HttpEngine
-
-PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
-NEW_TOKENS = 8
-SAMPLING = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-
-
-def generated(url: str) -> list[list[int]]:
-    body = {"input_ids": PROMPTS, "sampling_params": SAMPLING}
-    return [answer["output_ids"] for answer in httpx.post(f"{url}/generate", json=body, timeout=60).json()]
 
 
 class Server:
@@ -55,9 +45,7 @@ class Server:
         return self._sender.update(model, weight_version=version, verify="full")
 
     def tokens(self) -> list[list[int]]:
-        if dist.get_rank():
-            return []
-        return generated(self._url)
+        return [] if dist.get_rank() else greedy(RemoteEngine(self._url))
 
     def digests(self, version: str) -> list[Any]:
         if dist.get_rank():
@@ -90,7 +78,7 @@ class Servers:
         return Reports(self._sender.update(model, weight_version=version, verify="full"))
 
     def tokens(self) -> list[list[int]]:
-        found = [generated(url) for url in self._urls] if dist.get_rank() == 0 else [[]]
+        found = [greedy(RemoteEngine(url)) for url in self._urls] if dist.get_rank() == 0 else [[]]
         assert all(tokens == found[0] for tokens in found)
         return found[0]
 
@@ -115,26 +103,17 @@ class Embedded:
     """Started by the trainer on all of its hosts, with no interface given."""
 
     def __init__(self, folder: Path, tp_size: int) -> None:
-        cpu_host.activate(tp_size)
         ranks = dist.get_world_size()
-        self._engine = VerlEngine(
-            init_device_mesh("cpu", (ranks,)),
-            ranks // int(os.environ["LOCAL_WORLD_SIZE"]),
-            timeout_s=90,
-            model_path=str(folder / "model"),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dist_init_addr=f"{os.environ['MASTER_ADDR']}:25000",
-            log_level="warning",
-            **cpu_host.engine_arguments(tp_size=tp_size, dtype="float32"),
-        )
+        hosts = ranks // int(os.environ["LOCAL_WORLD_SIZE"])
+        options = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "timeout_s": 90}
+        options |= {"nnodes": hosts, "dist_init_addr": f"{os.environ['MASTER_ADDR']}:25000"}
+        self._engine = live_engine(init_device_mesh("cpu", (ranks,)), folder / "model", tp_size=tp_size, **options)
 
     def update(self, model: nn.Module, version: str) -> UpdateReport:
         return self._engine.update_weights_from_tensor(model, weight_version=version, verify="full")
 
     def tokens(self) -> list[list[int]]:
-        outputs = self._engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)
-        return [output["output_ids"] for output in outputs]
+        return greedy(self._engine)
 
     def digests(self, _version: str) -> list[Any]:
         """None: SGLang itself sends tensors to engine ranks by memory that they share, so to one host only."""

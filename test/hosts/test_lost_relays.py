@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
-from test_lost_hosts import sent_by  # type: ignore[import-not-found]
 
-from benchmark.hosts.job import Job
-from support.hosts import laboratory, why_not
+from benchmark.hosts.job import Job, sent_by_link
+from support.hosts import Host, laboratory, why_not
 from support.nixl_env import needs_nixl
 from support.places import paths
 from support.sweep import sweep
@@ -19,6 +19,11 @@ from support.sweep import sweep
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), needs_nixl]
 RECEIVERS = 3
 _START_S, _ENDS_S = 300.0, 300.0
+
+
+def sent_by(host: Host) -> int:
+    command = host.command(["cat", "/proc/net/dev"])
+    return sent_by_link(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
 
 
 @pytest.mark.parametrize("how", ["killed", sweep("unplugged"), sweep("parted")])

@@ -18,7 +18,7 @@ from support.scripts import run_script
 
 pytestmark = [pytest.mark.matrix, pytest.mark.engine]
 TESTS = {
-    "live engines": ("test/engine/live/test_reshard_models.py", "test/engine/live/test_oracle_live.py"),
+    "live engines": ("test/engine/live/test_server_args_live.py", "test/engine/live/test_stock_paths.py"),
     "pipelines and moved experts": (
         "test/engine/test_pipeline.py",
         "test/engine/architectures/test_moved_experts.py",

@@ -1,7 +1,7 @@
 """Runs a function on torchrun's ranks: `torchrun -m support.trainers MODULE:FUNCTION JSON`, results as JSON files.
 
 The function gets the JSON's object and returns what its test wants to know. It has to run in processes of
-its own, because an engine cannot be started under pytest's.
+its own, because an engine cannot be started under pytest's. It may be one of the test's own module.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,24 @@ TEST = Path(__file__).parent.parent
 
 def run_trainers(
     ranks: int,
-    function: str,
+    function: Callable[[dict[str, Any]], Any] | str,
     folder: Path,
     *,
     deadline_s: float = 900,
     environment: Mapping[str, str] | None = None,
     **job: Any,
 ) -> list[Any]:
-    """What `function` ("module:name" of a module beside the tests) returned on each of `ranks` trainer ranks."""
+    """What `function`, or "module:name" of test/engine/live, returned on each of `ranks` trainer ranks."""
+    name = function if isinstance(function, str) else f"{function.__module__}:{function.__name__}"
+    beside = TEST / "engine" / "live"
+    if not isinstance(function, str):
+        beside = Path(sys.modules[function.__module__].__file__ or "").parent
     results = folder / "results"
     results.mkdir()
-    path = os.pathsep.join(
-        [str(TEST), str(TEST.parent), str(TEST / "engine" / "live"), cpu_host.environment(1)["PYTHONPATH"]]
-    )
+    path = os.pathsep.join([str(TEST), str(TEST.parent), str(beside), cpu_host.environment(1)["PYTHONPATH"]])
     # A static rendezvous: torchrun's others look at the source of all modules for the name of a log record's method.
     command = [sys.executable, "-m", "torch.distributed.run", f"--master-port={free_port()}",
-               f"--nproc-per-node={ranks}", "-m", "support.trainers", function,
+               f"--nproc-per-node={ranks}", "-m", "support.trainers", name,
                json.dumps({"folder": str(folder), **job})]  # fmt: skip
     variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})}
     try:

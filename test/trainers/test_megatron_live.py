@@ -2,8 +2,10 @@
 
 What every engine rank holds is compared with a stock load of the checkpoint that transformers wrote, what the engine
 says with transformers' greedy tokens. With expert parallelism stock SGLang cannot generate on a CPU
-(test_reshard_models.py); digests are compared all the same.
+(test_server_args_live.py); digests are compared all the same.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path

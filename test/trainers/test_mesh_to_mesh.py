@@ -335,25 +335,6 @@ def test_a_reload_from_the_host_overlaps():
     assert run_world(2, 0, reloaded, None)[0] == [versions] * 2
 
 
-def lost_beside(trainer):
-    """Rank 1 agrees to a start, and does nothing."""
-    mesh = mesh_of((0, 1), (2,))
-    source = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None)
-    plan = ReshardPlan.make([("a", source)], [("a", torch.zeros(4, 4))])
-    if trainer.rank == 1:
-        plan._mover.run = lambda: None
-        plan.start().wait()
-        return ""
-    with pytest.raises(DeadlineExceeded) as error:
-        plan.start().wait()
-    return str(error.value)
-
-
-def test_what_fails_in_the_thread_is_raised_by_wait():
-    (told, _), _ = run_world(2, 0, lost_beside, None)
-    assert told.startswith("trainer rank 0 could not receive from trainer rank 1")
-
-
 # -- memory
 
 
@@ -461,23 +442,25 @@ def test_what_is_refused_is_named_on_every_rank():
         assert told[0][what].startswith(text), what
 
 
-def left_alone(trainer):
+def left_alone(trainer, in_a_thread):
     """Rank 1 agrees to a run, and leaves."""
     mesh = mesh_of((0, 1), (2,))
     source = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None)
     plan = ReshardPlan.make([("a", source)], [("a", torch.zeros(4, 4))])
+    run = (lambda: plan.start().wait()) if in_a_thread else plan.run
     if trainer.rank == 1:
         plan._mover.run = lambda: None
-        plan.run()
+        run()
         return ""
     with pytest.raises(DeadlineExceeded) as error:
-        plan.run()
+        run()
     gc.collect()
     return str(error.value)
 
 
-def test_a_rank_that_is_lost_is_named():
-    (told, _), _ = run_world(2, 0, left_alone, None)
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_a_rank_that_is_lost_is_named(in_a_thread):
+    (told, _), _ = run_world(2, 0, left_alone, None, in_a_thread)
     assert told.startswith("trainer rank 0 could not receive from trainer rank 1")
     assert "The target is only partly written" in told
 

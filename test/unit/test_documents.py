@@ -60,7 +60,7 @@ def test_each_section_of_promises_has_tests_and_these_exist():
     assert {section for section, *_ in rows if section} == sections - with_tables_of_their_own
     for named in (name for *_, tests in rows for name in coded(tests)):
         path, _, function = named.partition("::")
-        assert re.search(rf"^def {function}\(", text(path), re.M), named
+        assert re.search(rf"^(async )?def {function}\(", text(path), re.M), named
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

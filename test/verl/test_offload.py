@@ -18,7 +18,7 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.runtime import CudaRuntime
 from sglang_reshard.verl import driver_hooks, engine_shards
 from sglang_reshard.verl.engine_shards import EngineShards, unsupported_reason
-from sglang_reshard.verl.training_engine_weights import TrainingEngineWeights, _get_per_tensor_param
+from sglang_reshard.verl.training_engine_weights import _get_per_tensor_param
 from support.gpu_runtime import replaced_runtime
 
 
@@ -229,21 +229,6 @@ def test_fsdp2s_own_offloading_is_supported(monkeypatch: pytest.MonkeyPatch, gpu
 
 
 # -- what verl's engines return
-
-
-def test_nothing_is_loaded_to_the_gpu_for_weights_that_nobody_iterates_over() -> None:
-    loaded = []
-
-    def stock(engine: Any) -> tuple[Any, Any]:
-        loaded.append(engine)
-        return [("w", 1)], None
-
-    engine = SimpleNamespace(module=object())
-    weights, peft_config = _get_per_tensor_param(stock, engine)
-    assert isinstance(weights, TrainingEngineWeights)
-    assert (weights.engine, peft_config, loaded) == (engine, None, [])
-    assert list(weights) == [("w", 1)]
-    assert loaded == [engine]
 
 
 def test_adapters_that_are_served_come_with_their_description() -> None:

@@ -42,6 +42,7 @@ def test_together_every_update_arrives_until_one_is_lost() -> None:
     assert [step["reshard/logprob_diff_max_version"] for step in run.steps[:2]] == [0, 1]
 
 
+@pytest.mark.sweep
 def test_apart_every_update_arrives() -> None:
     with verl_folder() as folder:
         run = run_ppo(folder, LARGE_STEPS, *APART, steps=2)

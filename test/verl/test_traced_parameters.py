@@ -13,7 +13,7 @@ import torch
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.protocol.messages import decode, encode
-from sglang_reshard.sources import ShardBox, describe
+from sglang_reshard.sources import ShardBox
 from sglang_reshard.verl.megatron import Megatron
 from sglang_reshard.verl.traced_parameters import Conversion, TracedParameters
 from support.moves import elsewhere
@@ -58,32 +58,6 @@ def whole(name, tensor):
 ABSENT = Conversion("", None, lambda shard: {})
 
 
-def test_ranks_know_all_tensors_in_one_order():
-    """Two pipeline stages of two tensor parallel ranks; in one row each expert parallel rank has its own expert."""
-    expert = torch.zeros(3, 3)
-    ranks = on_ranks(
-        [rows("embed", 0, 3), ABSENT, whole("expert.0", expert)],
-        [rows("embed", 1, 3), ABSENT, whole("expert.1", expert)],
-        [ABSENT, rows("head", 0, 3), whole("expert.2", expert)],
-        [ABSENT, rows("head", 1, 3), whole("expert.3", expert)],
-    )
-    names = ["embed", "head", "expert.0", "expert.1", "expert.2", "expert.3"]
-    for rank, parameters in enumerate(ranks):
-        given = parameters.tensors()
-        assert [name for name, _, _ in given] == names
-        assert [tensor.numel() > 0 for _, tensor, _ in given] == [
-            rank < 2, rank > 1, rank == 0, rank == 1, rank == 2, rank == 3
-        ]  # fmt: skip
-        assert [held for _, _, held in given] == [held for _, _, held in ranks[0].tensors()]
-    held = dict((name, held) for name, _, held in ranks[0].tensors())
-    assert held["head"].shard_map.shards == (
-        ShardBox(Box((0, 0), (2, 3)), (2,), (0, 0)),
-        ShardBox(Box((2, 0), (4, 3)), (3,), (0, 0)),
-    )
-    layouts = [describe(r.tensors(), trainer_rank=i, global_ranks=(0, 1, 2, 3)).layout for i, r in enumerate(ranks)]
-    assert all(layout == layouts[0] for layout in layouts)
-
-
 def test_replicas_are_one_piece_unless_they_are_at_different_places():
     def second_half(shard):
         return {"t": shard.chunk(2)[1]}
@@ -101,21 +75,6 @@ def tied(conversion):
     return conversion._replace(tied=True)
 
 
-def test_tied_parameters_are_replicas_of_one_tensor():
-    """Two pipeline stages of two tensor parallel ranks: the first lists the embedding, the last its output layer."""
-    first = [[tied(rows("embed", rank, 3)), ABSENT] for rank in range(2)]
-    last = [[ABSENT, tied(rows("embed", rank, 3))] for rank in range(2)]
-    ranks = on_ranks(*first, *last)
-    for rank, parameters in enumerate(ranks):
-        ((name, tensor, held),) = parameters.tensors()
-        assert (name, tensor.shape) == ("embed", (2, 3))
-        assert tensor.data_ptr() == (first + last)[rank][rank // 2].parameter.data_ptr()
-        assert held.shard_map.shards == (
-            ShardBox(Box((0, 0), (2, 3)), (0, 2), (0, 0)),
-            ShardBox(Box((2, 0), (4, 3)), (1, 3), (0, 0)),
-        )
-
-
 def test_of_two_tied_parameters_of_one_rank_the_first_is_read():
     def second_half(shard):
         return {"t": shard.chunk(2)[1]}
@@ -126,14 +85,6 @@ def test_of_two_tied_parameters_of_one_rank_the_first_is_read():
     assert tensor.data_ptr() == first.data_ptr()
     assert parameters.parameters == [first]
     assert held.shard_map.shards == (ShardBox(Box((0, 0), (2, 3)), (0,), (0, 0)),)
-
-
-def test_what_is_handed_out_is_the_parameters_memory():
-    parameter = torch.arange(12.0).view(3, 4)
-    (parameters,) = on_ranks([Conversion("linear", parameter, lambda shard: {"t": shard.t().contiguous()})])
-    ((_, local, _),) = parameters.tensors()
-    assert torch.equal(local, parameter.t())
-    assert local.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
 
 
 def test_later_only_the_parameters_memory_is_looked_up():
@@ -257,11 +208,6 @@ def engine(monkeypatch):
 
 def alone(message, kind):
     return [message]
-
-
-def test_padding_of_the_vocabulary_is_left_out(engine):
-    shapes = {name: held.shape for name, _, held in Megatron(alone).tensors(engine)}
-    assert shapes == {"hf.embedding.word_embeddings.weight": (5, 2), "hf.layer": (3, 2)}
 
 
 def test_what_the_architecture_does_after_conversion_is_followed(engine):

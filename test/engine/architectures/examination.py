@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import re
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 
 from drafts import sent_with_draft, with_draft
 from layout_kinds import layout_kinds
-from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import build_rank, choose_code_paths, import_before_forks
 from sglang_reshard.errors import ReshardError, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
@@ -31,7 +29,6 @@ from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights
 from support.live_memory import differing, fill_with_garbage
-from support.scripts import answer
 from support.sglang_state import published_arguments
 from tools.oracle.digests import digests
 from tools.oracle.replay import replay
@@ -121,16 +118,6 @@ def begin(ranks: int, *, gpu: bool = True) -> None:
     choose_code_paths(ranks, gpu=gpu)
     torch.set_num_threads(1)
     import_before_forks()
-
-
-def answer_for_ranks(ranks: int, write: Callable[[Path], None], found: Callable[[str, int], dict[str, Any]]) -> None:
-    """What a script does that examines all ranks of one checkpoint, in the folder that its command names."""
-    folder = Path(sys.argv[1]) / "checkpoint"
-    begin(ranks, gpu=False)
-    remember_modules()
-    write(folder)
-    for _, seen in run_in_forks(lambda r: found(str(folder), r), range(ranks), processes=2, deadline_seconds=400):
-        answer(json.dumps(seen))
 
 
 def remember_modules() -> None:

@@ -17,6 +17,7 @@ class Flight:
         self._first = asyncio.Event()
         self._task = engine.loop.create_task(self._generate(prompt, new_tokens))
         self.tokens: list[int] = []
+        self.count = 0
         self.reason: dict[str, Any] = {}
 
     async def _generate(self, prompt: list[int], new_tokens: int) -> None:
@@ -25,6 +26,7 @@ class Flight:
         )
         async for chunk in chunks:
             self.tokens = list(chunk["output_ids"])
+            self.count = chunk["meta_info"]["completion_tokens"]
             self.reason = chunk["meta_info"]["finish_reason"] or {}
             self._first.set()
 
@@ -58,6 +60,6 @@ class Flight:
         return self.end()
 
     def end(self) -> dict[str, Any]:
-        """Waits until it ends. Returns its tokens, and why it ended."""
+        """Waits until it ends. Returns its tokens, how many the engine has counted, and why it ended."""
         self._engine.loop.run_until_complete(self._task)
-        return {"tokens": self.tokens, "reason": self.reason.get("type")}
+        return {"tokens": self.tokens, "count": self.count, "reason": self.reason.get("type")}

@@ -1,4 +1,4 @@
-"""What the trainer ranks of test_lost_answers_live.py do: updates through a proxy that cuts connections."""
+"""What the trainer ranks of test_server.py do behind a proxy that cuts connections, or beside a server that stops."""
 
 from __future__ import annotations
 
@@ -10,24 +10,20 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from benchmark.demo import text, tiny_model
+from benchmark.demo import text
 from benchmark.demo.reference import greedy_tokens
-from benchmark.demo.trainer import Trainer
+from server_job import PROMPTS, Served
 from sglang_reshard import WeightSender
-from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.trainer.collectives import on_first_rank
 
-PROMPTS = [[5, 6, 7, 8], [100, 200]]
 _READ_BYTES = 1 << 16
 
 
@@ -65,18 +61,16 @@ def _shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-class Story:
-    """One server and the trainer's updates of it."""
+class Story(Served):
+    """The trainer's updates of the server, by the proxy."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self.rank, ranks = dist.get_rank(), dist.get_world_size()
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-        self.folder, self.server = Path(job["folder"]), RemoteEngine(job["url"])
+        super().__init__(job)
         self.proxy = Proxy(job["url"]) if self.rank == 0 else None
-        self.trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
-        url = on_first_rank(lambda: self.proxy.url if self.proxy else "", mesh.get_group())
-        self.sender = WeightSender(url, mesh.get_group(), timeout_s=job["timeout_s"])
-        self.expected: dict[str, list[list[int]]] = {}
+        url = on_first_rank(lambda: self.proxy.url if self.proxy else "", self.mesh.get_group())
+        key, timeout_s = job["key"], job["timeout_s"]
+        self.proxied = WeightSender(url, self.mesh.get_group(), admin_api_key=key, timeout_s=timeout_s)
+        self.says: dict[str, list[list[int]]] = {}
 
     def train(self, version: str) -> None:
         """Changes the weights, and notes what they say."""
@@ -84,10 +78,10 @@ class Story:
             for index, parameter in enumerate(self.trainer.model.parameters()):
                 torch.manual_seed(index)
                 local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                local.add_(0.05 * len(self.expected) * torch.randn(local.shape[-1]))
+                local.add_(0.05 * len(self.says) * torch.randn(local.shape[-1]))
         self.trainer.save_checkpoint(self.folder / version)
         dist.barrier()
-        self.expected[version], _ = greedy_tokens(self.folder / version, PROMPTS, text.NEW_TOKENS, "float32")
+        self.says[version], _ = greedy_tokens(self.folder / version, PROMPTS, text.NEW_TOKENS, "float32")
 
     def update(self, version: str, cut_s: float | None = None, **options: Any) -> str:
         """Returns what the trainer was told, and overwrites its weights as the next training step does."""
@@ -96,7 +90,7 @@ class Story:
         dist.barrier()
         kept = [parameter.detach().clone() for parameter in self.trainer.model.parameters()]
         try:
-            told = self.sender.update(self.trainer.model.named_parameters(), weight_version=version, **options).message
+            told = self.proxied.update(self.trainer.model.named_parameters(), weight_version=version, **options).message
         except ReshardError as error:
             told = f"{type(error).__name__}: {error}"
         with torch.no_grad():
@@ -111,9 +105,8 @@ class Story:
 
     def serves(self) -> list[str]:
         """Returns the names of the weights that the server's tokens are those of."""
-        sampling = {"temperature": 0, "max_new_tokens": text.NEW_TOKENS, "ignore_eos": True}
-        tokens = [answer["output_ids"] for answer in self.server.generate(input_ids=PROMPTS, sampling_params=sampling)]
-        return [version for version, expected in self.expected.items() if tokens == expected]
+        tokens = self.tokens()
+        return [version for version, expected in self.says.items() if tokens == expected]
 
     @contextlib.contextmanager
     def generating(self, tokens: int) -> Iterator[None]:
@@ -145,7 +138,7 @@ def lose_answers(job: dict[str, Any]) -> dict[str, Any]:
     step("at once", cut_s=0.0)
     step("last")
     seen["torn"] = story.server.weights_info().torn
-    story.sender.close()
+    story.proxied.close()
     return seen
 
 
@@ -171,7 +164,7 @@ def stop_the_server(job: dict[str, Any]) -> dict[str, Any]:
     dist.barrier()
     serves = [story.serves()]
     told.append(story.update("third"))
-    story.expected["third"] = story.expected["second"]
+    story.says["third"] = story.says["second"]
     serves.append(story.serves())
-    story.sender.close()
+    story.proxied.close()
     return {"told": told, "serves": serves, "health": health, "waited_s": waited_s}

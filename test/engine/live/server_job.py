@@ -24,7 +24,7 @@ from benchmark.demo.trainer import Trainer
 from sglang_reshard import SnapshotFollower, Snapshots, VerlEngine, WeightSender
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.routes.p2p.trainer import P2pSender
-from sglang_reshard.testing import cpu_host
+from support.live_engines import greedy, live_engine
 from support.refusals import refusal_of
 
 SLOW_S = 3.0
@@ -53,14 +53,45 @@ class Client(threading.Thread):
         self.join()
 
 
+class Served:
+    """A trainer of tensor parallel ranks, and the server that the job names."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+        self.trainer = Trainer(tiny_model.config(ranks, job.get("target_tp", 1)), self.mesh)
+        self.folder, self._job = Path(job["folder"]), job
+        self.server = RemoteEngine(job["url"], admin_api_key=job["key"])
+
+    def sender(self) -> WeightSender:
+        return WeightSender(self._job["url"], self.mesh.get_group(), admin_api_key=self._job["key"], timeout_s=180)
+
+    def scale(self, factor: float, part: str = "") -> None:
+        """Multiplies the parameters with `part` in their names."""
+        with torch.no_grad():
+            for name, parameter in self.trainer.model.named_parameters():
+                if part in name:
+                    (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(factor)
+
+    def named(self) -> Any:
+        return self.trainer.model.named_parameters()
+
+    def tokens(self) -> list[list[int]]:
+        return greedy(self.server, PROMPTS, text.NEW_TOKENS)
+
+    def expected(self) -> list[list[int]]:
+        """What transformers says with the trainer's weights."""
+        self.trainer.save_checkpoint(self.folder / "checkpoint")
+        dist.barrier()
+        return greedy_tokens(self.folder / "checkpoint", PROMPTS, text.NEW_TOKENS, "float32")[0]
+
+
 def stage(job: dict[str, Any]) -> dict[str, Any]:
     """The same update staged and not, both slow, while a client generates: which of its answers came while it moved."""
-    url, rank, ranks = job["url"], dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-    trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
-    send = RemoteEngine(url, api_key=job["key"], timeout_s=180).update_weights_distributed if rank == 0 else None
-    sender = WeightSender.over(mesh.get_group(), send, timeout_s=180, transport="p2p")
-    sender.update(trainer.model.named_parameters(), weight_version="settled")
+    run = Served(job)
+    send = RemoteEngine(job["url"], api_key=job["key"], timeout_s=180).update_weights_distributed
+    sender = WeightSender.over(run.mesh.get_group(), None if run.rank else send, timeout_s=180, transport="p2p")
+    sender.update(run.named(), weight_version="settled")
     moving: list[float] = []
     go = P2pSender.send
 
@@ -72,15 +103,13 @@ def stage(job: dict[str, Any]) -> dict[str, Any]:
     P2pSender.send = go_slowly  # type: ignore[method-assign]
     seen: dict[str, Any] = {}
     for name, options in (("plain", {}), ("staged", {"staged": True, "verify": "full"})):
-        client = Client(url, job["key"])
-        if rank == 0:
+        client = Client(job["url"], job["key"])
+        if run.rank == 0:
             client.start()
         dist.barrier()
-        with torch.no_grad():
-            for parameter in trainer.model.parameters():
-                parameter.mul_(1.01)
-        report = sender.update(trainer.model.named_parameters(), weight_version=name, **options).as_dict()
-        if rank == 0:
+        run.scale(1.01)
+        report = sender.update(run.named(), weight_version=name, **options).as_dict()
+        if run.rank == 0:
             time.sleep(1)
             client.end()
         began = moving[-1]
@@ -96,10 +125,9 @@ def stage(job: dict[str, Any]) -> dict[str, Any]:
 
 def keys_like_marks(job: dict[str, Any]) -> dict[str, list[int]]:
     """Clients name their cache as this package does; how much each reads of it before and after an update."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    trainer = Trainer(tiny_model.config(mesh.size(), job["target_tp"]), mesh)
-    sender = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=180)
-    sender.update(trainer.model.named_parameters(), weight_version="old")
+    run = Served(job)
+    sender = run.sender()
+    sender.update(run.named(), weight_version="old")
 
     def cached(key: str | None) -> int:
         body = {"input_ids": list(range(5, 69)), "sampling_params": {"max_new_tokens": 1}, "extra_key": key}
@@ -108,7 +136,7 @@ def keys_like_marks(job: dict[str, Any]) -> dict[str, list[int]]:
 
     keys = [None, *(f"{begin}weights {n}{end}" for begin in ("", "|") for n in (1, 2) for end in ("", "|"))]
     before = [[cached(key) for key in keys] for _ in range(2)]
-    sender.update(trainer.model.named_parameters(), weight_version="new", flush_cache="by_version")
+    sender.update(run.named(), weight_version="new", flush_cache="by_version")
     after = [[cached(key) for key in keys] for _ in range(2)]
     sender.close()
     return {"cold": before[0] + after[0], "warm": before[1] + after[1]}
@@ -116,109 +144,75 @@ def keys_like_marks(job: dict[str, Any]) -> dict[str, list[int]]:
 
 def under_load(job: dict[str, Any]) -> dict[str, Any]:
     """Three updates while clients generate: what each answer and its version were, and what each version says."""
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    trainer = Trainer(tiny_model.config(mesh.size(), 1), mesh)
-    server = RemoteEngine(job["url"], admin_api_key=job["key"])
-    sender = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=180)
-    sender.update(trainer.model.named_parameters(), weight_version="0")
-    clients = [Client(job["url"], job["key"]) for _ in range(3)] if rank == 0 else []
+    run = Served(job)
+    sender, server = run.sender(), run.server
+    sender.update(run.named(), weight_version="0")
+    clients = [Client(job["url"], job["key"]) for _ in range(3)] if run.rank == 0 else []
     for client in clients:
         client.start()
+
+    def says() -> list[int]:
+        return greedy(server, PROMPTS[:1], 4)[0]
+
     said: dict[str, list[int]] = {}
     reports = []
     for version in ("1", "2", "3"):
-        with torch.no_grad():
-            for parameter in trainer.model.parameters():
-                parameter.mul_(1.3)
+        run.scale(1.3)
         # Without aborts the running requests end first.
-        abort = version == "2"
-        update = sender.update(trainer.model.named_parameters(), weight_version=version, abort_all_requests=abort)
+        update = sender.update(run.named(), weight_version=version, abort_all_requests=version == "2")
         reports.append(update.as_dict())
-        sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
-        said[version] = server.generate(input_ids=PROMPTS[:1], sampling_params=sampling)[0]["output_ids"]
+        said[version] = says()
         dist.barrier()
     for client in clients:
         client.end()
-    staged = refusal_of(
-        lambda: sender.update(trainer.model.named_parameters(), weight_version="4", staged=job["staged"])
-    )
-    folder = Path(job["folder"], "run")
-    Snapshots(sender, folder).write(trainer.model, "snapshot")
-    loads = []
-    if rank == 0:
-        SnapshotFollower(folder, server, allow_rollback=True).poll()
-        loads.append((server.weights_info().version, server.generate(input_ids=PROMPTS[:1], sampling_params=sampling)))
-        server.update_weights_from_disk(str(folder / "snapshot"), "SGLang's own", load_format="auto")
-        loads.append((server.weights_info().version, server.generate(input_ids=PROMPTS[:1], sampling_params=sampling)))
+    staged = refusal_of(lambda: sender.update(run.named(), weight_version="4", staged=job["staged"]))
+    snapshots = run.folder / "run"
+    Snapshots(sender, snapshots).write(run.trainer.model, "snapshot")
+    loaded = []
+    if run.rank == 0:
+        SnapshotFollower(snapshots, server, allow_rollback=True).poll()
+        loaded.append((server.weights_info().version, says()))
+        server.update_weights_from_disk(str(snapshots / "snapshot"), "SGLang's own", load_format="auto")
+        loaded.append((server.weights_info().version, says()))
     dist.barrier()
     sender.close()
     answers = [(version, tokens) for client in clients for _, version, tokens in client.answers]
-    loaded = [(version, of_prompts[0]["output_ids"]) for version, of_prompts in loads]
     return {"reports": reports, "said": said, "answers": answers, "staged": staged, "loaded": loaded}
 
 
 def update_a_server(job: dict[str, Any]) -> dict[str, Any]:
     """By a sender alone; what else is asked of the server, each rank asks by itself."""
-    server, folder = RemoteEngine(job["url"], admin_api_key=job["key"]), Path(job["folder"])
-
-    def tokens() -> list[list[int]]:
-        sampling = {"temperature": 0, "max_new_tokens": text.NEW_TOKENS, "ignore_eos": True}
-        return [answer["output_ids"] for answer in server.generate(input_ids=PROMPTS, sampling_params=sampling)]
-
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-    trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
-    trainer.save_checkpoint(folder / "checkpoint")
-    dist.barrier()
-    sender = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=180)
+    run = Served(job)
+    sender, server, seen = run.sender(), run.server, {"expected": run.expected()}
     health = httpx.get(f"{job['url']}/health", timeout=60)
-    before = {
-        "tokens": refusal_of(tokens),
+    seen["before"] = {
+        "tokens": refusal_of(run.tokens),
         "missing": server.weights_info().missing,
         "health": [health.status_code, health.text],
     }
     dist.barrier()
-    report = sender.update(trainer.model.named_parameters(), weight_version="from afar").as_dict()
-    after = tokens()
-    if rank == 0:
+    seen["report"] = sender.update(run.named(), weight_version="from afar").as_dict()
+    seen["after"] = run.tokens()
+    if run.rank == 0:
         server.pause_generation()
-    paused = sender.update(trainer.model.named_parameters(), weight_version="while paused").as_dict()
+    seen["paused"] = sender.update(run.named(), weight_version="while paused").as_dict()
     dist.barrier()
-    if rank == 0:
+    if run.rank == 0:
         server.continue_generation()
-    after_pause = tokens()
+    seen["after_pause"] = run.tokens()
     sender.close()
-    expected, _ = greedy_tokens(folder / "checkpoint", PROMPTS, text.NEW_TOKENS, "float32")
-    return {
-        "before": before,
-        "after": after,
-        "after_pause": after_pause,
-        "expected": expected,
-        "report": report,
-        "paused": paused,
-    }
+    return seen
 
 
 def one_script_two_engines(job: dict[str, Any]) -> dict[str, Any]:
     """The same calls of VerlEngine, refused ones too, of the server and of an engine with one rank started here."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-    trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
-    refused = refusal_of(lambda: VerlEngine(mesh, backend="server", url=job["url"], admin_api_key="wrong"))
-    of_server = VerlEngine(mesh, backend="server", url=job["url"], admin_api_key=job["key"], timeout_s=180)
-    seen = {"wrong key": refused, "server": calls(of_server, trainer)}
-    cpu_host.activate(1)
-    embedded = VerlEngine(
-        mesh,
-        tp_size=1,
-        timeout_s=180,
-        model_path=job["model"],
-        load_format="dummy",
-        dtype="float32",
-        **cpu_host.engine_arguments(),
-    )
-    assert (embedded.engine is not None) == (rank == 0)
-    return {**seen, "engine": calls(embedded, trainer)}
+    run = Served(job)
+    refused = refusal_of(lambda: VerlEngine(run.mesh, backend="server", url=job["url"], admin_api_key="wrong"))
+    of_server = VerlEngine(run.mesh, backend="server", url=job["url"], admin_api_key=job["key"], timeout_s=180)
+    seen = {"wrong key": refused, "server": calls(of_server, run.trainer)}
+    embedded = live_engine(run.mesh, Path(job["model"]), load_format="dummy", dtype="float32")
+    assert (embedded.engine is not None) == (run.rank == 0)
+    return {**seen, "engine": calls(embedded, run.trainer)}
 
 
 def calls(engine: VerlEngine, trainer: Trainer) -> dict[str, Any]:
@@ -258,14 +252,11 @@ def stream_parameters(job: dict[str, Any]) -> dict[str, Any]:
 
     from sglang_reshard.extras.parameter_stream import ParameterStream, buckets, packed
 
-    rank, ranks, folder = dist.get_rank(), dist.get_world_size(), Path(job["folder"], "checkpoint")
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-    Trainer(tiny_model.config(ranks, job["target_tp"]), mesh).save_checkpoint(folder)
-    dist.barrier()
-    last = load_file(folder / "model.safetensors")
-    server = RemoteEngine(job["url"], admin_api_key=job["key"])
+    run, ranks = Served(job), dist.get_world_size()
+    expected, server = run.expected(), run.server
+    last = load_file(run.folder / "checkpoint" / "model.safetensors")
     at: dict[str, Any] = {"world_size": ranks, "group_name": "weights", "backend": "gloo"}
-    if rank == 0:
+    if run.rank == 0:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # torchrun's store is another one
         group = init_custom_process_group(init_method=f"tcp://127.0.0.1:{job['port']}", rank=0, **at)
     else:
@@ -275,19 +266,15 @@ def stream_parameters(job: dict[str, Any]) -> dict[str, Any]:
     for version, factor, together in (("first", 0.5, 0), ("second", 1.0, 1 << 20)):
         weights = [(name, tensor * factor) for name, tensor in last.items()]
         for bucket in buckets(weights, together, by_module=bool(together)):
-            if rank == 0:
+            if run.rank == 0:
                 dist.broadcast(packed(bucket), 0, group)
             else:
                 names, tensors = zip(*bucket, strict=True)
                 stream.update_broadcast_bucket(version, names, [t.dtype for t in tensors], [t.shape for t in tensors])
-        if rank == 1:
+        if run.rank == 1:
             seen["reports"].append(stream.commit(version, verify="full").as_dict())
-    if rank == 1:
-        sampling = {"temperature": 0, "max_new_tokens": text.NEW_TOKENS, "ignore_eos": True}
-        answers = server.generate(input_ids=PROMPTS, sampling_params=sampling)
-        seen["tokens"] = [answer["output_ids"] for answer in answers]
-        seen["version"] = answers[0]["meta_info"]["weight_version"]
-        seen["expected"], _ = greedy_tokens(folder, PROMPTS, text.NEW_TOKENS, "float32")
+    if run.rank == 1:
+        seen |= {"tokens": run.tokens(), "version": server.weights_info().version, "expected": expected}
         stream.close()
     dist.barrier()
     return seen
@@ -295,11 +282,10 @@ def stream_parameters(job: dict[str, Any]) -> dict[str, Any]:
 
 def follow_what_is_bad(job: dict[str, Any]) -> dict[str, Any]:
     """Snapshots that no engine can have, between good ones, all of sound files; and what the server says after each."""
-    trainer = Trainer(tiny_model.config(1, job["target_tp"]), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
-    sender = WeightSender(job["url"], dist.group.WORLD, admin_api_key=job["key"], timeout_s=180)
-    server, folder = RemoteEngine(job["url"], admin_api_key=job["key"]), Path(job["folder"], "run")
+    run = Served(job)
+    sender, server, folder = run.sender(), run.server, run.folder / "run"
     follower, snapshots = SnapshotFollower(folder, server), Snapshots(sender, folder)
-    sound = {name: tensor.detach().clone() for name, tensor in trainer.model.named_parameters()}
+    sound = {name: tensor.detach().clone() for name, tensor in run.named()}
     bad: dict[str, Any] = {
         "shape": sound | {"model.norm.weight": torch.ones(5)},
         "unknown": sound | {"model.layers.99.self_attn.q_proj.weight": torch.ones(4, 4)},
@@ -307,10 +293,9 @@ def follow_what_is_bad(job: dict[str, Any]) -> dict[str, Any]:
     }
 
     def state() -> dict[str, Any]:
-        sampling = {"temperature": 0, "max_new_tokens": text.NEW_TOKENS, "ignore_eos": True}
-        said = [answer["output_ids"] for answer in server.generate(input_ids=PROMPTS, sampling_params=sampling)]
         info = server.weights_info()
-        return {"tokens": said, "version": info.version, "digest": info.digest, "transport": info.transport}
+        of_info = {"version": info.version, "digest": info.digest, "transport": info.transport}
+        return {"tokens": run.tokens(), **of_info}
 
     seen: dict[str, Any] = {"update": sender.update(sound, weight_version="direct", verify="full").digest}
     seen["updated"] = state()
@@ -332,8 +317,8 @@ def follow_what_is_bad(job: dict[str, Any]) -> dict[str, Any]:
     seen["last"] = state()
     seen["polls"].append(follower.poll())
     seen["after"] = state()
-    trainer.save_checkpoint(Path(job["folder"], "checkpoint"))
-    server.update_weights_from_disk(str(Path(job["folder"], "checkpoint")), "SGLang's own", load_format="auto")
+    run.trainer.save_checkpoint(run.folder / "checkpoint")
+    server.update_weights_from_disk(str(run.folder / "checkpoint"), "SGLang's own", load_format="auto")
     seen["stock"] = state()
     sender.close()
     return seen
@@ -341,44 +326,33 @@ def follow_what_is_bad(job: dict[str, Any]) -> dict[str, Any]:
 
 def write_for_a_follower(job: dict[str, Any]) -> dict[str, Any]:
     """Four versions that reach no engine; a server follows them after the first, and after the last."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-    trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
-    nobody = RemoteEngine("http://127.0.0.1:1", timeout_s=180)
-    send = nobody.update_weights_distributed if rank == 0 else None
-    sender = WeightSender.over(mesh.get_group(), send, timeout_s=180, transport="p2p")
-    server = RemoteEngine(job["url"], admin_api_key=job["key"])
-    folder = Path(job["folder"], "run")
-    follow = [sys.executable, "-m", "sglang_reshard.cli.main", "follow", str(folder), "--to", job["url"], "--once"]
-    follow += ["--admin-api-key", job["key"], "--cache", str(folder.with_name("cache"))]
-    seen: dict[str, Any] = {"said": [], "fallen back": []}
+    run = Served(job)
+    nobody = RemoteEngine("http://127.0.0.1:1", timeout_s=180).update_weights_distributed
+    sender = WeightSender.over(run.mesh.get_group(), None if run.rank else nobody, timeout_s=180, transport="p2p")
+    folder = str(run.folder / "run")
+    follow = [sys.executable, "-m", "sglang_reshard.cli.main", "follow", folder, "--to", job["url"], "--once"]
+    follow += ["--admin-api-key", job["key"], "--cache", str(run.folder / "cache")]
+    seen: dict[str, Any] = {"said": [], "fallen back": [], "versions": []}
+
+    def followed(*options: str) -> None:
+        ended = subprocess.run([*follow, *options], capture_output=True, text=True, timeout=120, check=False)
+        seen["said"].append(ended.stdout + ended.stderr)
+        seen["versions"].append(run.server.weights_info().version)
+
     for version in range(1, 5):
-        with torch.no_grad():
-            for name, parameter in trainer.model.named_parameters():
-                if version == 1 or "norm" in name:
-                    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                    local.mul_(1 + 0.3 * version)
-        report = Snapshots(sender, folder).update_or_write(trainer.model, weight_version=str(version))
+        run.scale(1 + 0.3 * version, "norm" if version > 1 else "")
+        report = Snapshots(sender, folder).update_or_write(run.trainer.model, weight_version=str(version))
         seen["fallen back"].append((report.success, report.transport))
-        if rank == 0 and version in (1, 4):
-            ended = subprocess.run(follow, capture_output=True, text=True, timeout=120, check=False)
-            seen["said"].append(ended.stdout + ended.stderr)
-            sampling = {"temperature": 0, "max_new_tokens": text.NEW_TOKENS, "ignore_eos": True}
-            answers = server.generate(input_ids=PROMPTS, sampling_params=sampling)
-            seen["tokens"] = [answer["output_ids"] for answer in answers]
-            seen["version"] = answers[0]["meta_info"]["weight_version"]
+        if run.rank == 0 and version in (1, 4):
+            followed()
+            seen["tokens"] = run.tokens()
         dist.barrier()
-    trainer.save_checkpoint(Path(job["folder"], "checkpoint"))
-    dist.barrier()
-    seen["expected"], _ = greedy_tokens(Path(job["folder"], "checkpoint"), PROMPTS, text.NEW_TOKENS, "float32")
+    seen["expected"] = run.expected()
     sender.close()
-    direct = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=180)
-    direct.update(trainer.model, weight_version="5")
+    direct = run.sender()
+    direct.update(run.trainer.model, weight_version="5")
     direct.close()
-    if rank == 0:
-        seen["versions"] = []
-        for options in ([], ["--allow-rollback"]):
-            ended = subprocess.run([*follow, *options], capture_output=True, text=True, timeout=120, check=False)
-            seen["said"].append(ended.stdout + ended.stderr)
-            seen["versions"].append(server.weights_info().version)
+    if run.rank == 0:
+        followed()
+        followed("--allow-rollback")
     return seen

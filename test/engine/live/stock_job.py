@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,11 @@ from safetensors.torch import load_file
 from benchmark.demo import text
 from benchmark.demo.reference import greedy_tokens
 from flights import GREEDY, Flight
-from reshard_job import PROMPTS, Job
-from sglang_reshard.patches.engine import end
-from sglang_reshard.patches.launch import without_torchrun_variables
-from sglang_reshard.testing import cpu_host
+from reshard_job import Job
 from stock_steps import all_steps
 from support.checkpoints import write_checkpoint
-from tools.oracle.digests import LOADER, read_live_digests
+from support.live_engines import PROMPTS, stock_engine
+from tools.oracle.digests import read_live_digests
 from update_groups import UpdateGroup
 
 Digests = list[dict[str, str]]
@@ -52,34 +52,13 @@ def _succeeded(answer: Any) -> None:
     assert answer[0], answer[1]
 
 
-def started(job: dict[str, Any], model: Path, **arguments: Any) -> Any:
-    """An engine that SGLang itself starts, with the package's plugin or without it."""
-    cpu_host.activate(job["target_tp"])  # before SGLang's first import
-    from sglang.srt.entrypoints.engine import Engine
-
-    with without_torchrun_variables():
-        engine = Engine(
-            tp_size=job["target_tp"],
-            model_path=str(model),
-            load_format="dummy",
-            dtype=job["dtype"],
-            custom_weight_loader=[LOADER],
-            **cpu_host.engine_arguments(**arguments),
-        )
-    assert hasattr(engine, "update_weights_distributed") == job["plugin"]
-    return engine
-
-
 def without_the_plugin(job: dict[str, Any]) -> dict[str, Any]:
     """The same updates and steps of an engine that does not load the package's plugin."""
     folder, weights = Path(job["folder"]), Path(job["weights"])
-    engine = started(job, weights / "model")
-    (folder / "checkpoint-1").symlink_to(weights / "checkpoint-1")
-    (folder / "checkpoint-2").symlink_to(weights / "checkpoint-2")
-    seen: dict[str, Any] = stock_updates(engine, folder, "without")
-    seen["steps"] = all_steps(engine, folder, "without")
-    end(engine)
-    return seen
+    for name in ("checkpoint-1", "checkpoint-2"):
+        (folder / name).symlink_to(weights / name)
+    with started(job, weights / "model") as engine:
+        return {**stock_updates(engine, folder, "without"), "steps": all_steps(engine, folder, "without")}
 
 
 def steps_of_a_model(job: dict[str, Any]) -> dict[str, Any]:
@@ -87,10 +66,17 @@ def steps_of_a_model(job: dict[str, Any]) -> dict[str, Any]:
     folder = Path(job["folder"])
     for version in (1, 2):
         write_checkpoint(job["writer"], folder / f"checkpoint-{version}", seed=version)
-    engine = started(job, folder / "checkpoint-1", skip_tokenizer_init=True)
-    outcomes = all_steps(engine, folder, "alone")
-    end(engine)
-    return outcomes
+    with started(job, folder / "checkpoint-1", skip_tokenizer_init=True) as engine:
+        return all_steps(engine, folder, "alone")
+
+
+@contextmanager
+def started(job: dict[str, Any], model: Path, **options: Any) -> Iterator[Any]:
+    """An engine that SGLang itself starts, with the package's plugin or without it."""
+    sizes = {"tp_size": job["target_tp"], "dtype": job["dtype"]}
+    with stock_engine(model, load_format="dummy", **sizes, **options) as engine:
+        assert hasattr(engine, "update_weights_distributed") == job["plugin"]
+        yield engine
 
 
 # -- requests in flight, and the cache

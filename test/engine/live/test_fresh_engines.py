@@ -8,17 +8,99 @@ stays. The engine that starts on the checkpoint is SGLang without the plugin.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.patches.stock_weights import SERVE_DUMMY
 from support.checkpoints import write_checkpoint
+from support.live_engines import PROMPTS, WITHOUT_PLUGIN, live_digests, live_engine, stock_engine
 from support.sglangs import chosen
+from support.tiny_qwen3_vl import PROMPT, write_image, write_qwen3_vl
 from support.trainers import run_trainers
+from tools.oracle.digests import read_live_digests
+
+NEW_TOKENS = 6
+
+
+ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
+
+
+def placement(name: str, ndim: int) -> Placement:
+    """As tensor parallelism has it."""
+    if ndim == 1:
+        return Replicate()
+    return Shard(1 if name.endswith(ROW_PARALLEL) else 0)
+
+
+def sharded(checkpoint: Path, mesh: DeviceMesh) -> dict[str, DTensor]:
+    state = load_file(checkpoint / "model.safetensors")
+    return {n: distribute_tensor(t, mesh, [placement(n, t.ndim)], src_data_rank=None) for n, t in state.items()}
+
+
+def updates(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns what is seen of an engine after its start on dummy weights, and after each step.
+
+    steps  of the job, each with the "version" of the checkpoint that is sent, a pattern of names that are left out
+           ("without"), and "options" of the update. The last element of the result is of the last step
+    """
+    folder = Path(job["folder"])
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    os.environ[SERVE_DUMMY] = "1"  # what it says before the first update is compared, too
+    engine = live_engine(mesh, folder / "1", load_format="dummy", **arguments(job))
+
+    def digests(number: int) -> list[dict[str, str]]:
+        return live_digests(engine, folder / f"digests-{number}")
+
+    seen: list[dict[str, Any]] = [{**said(engine.generate, job), "digests": digests(0)}]
+    state = sharded(folder / "1", mesh)
+    for number, step in enumerate(job["steps"], 1):
+        for name, tensor in sharded(folder / step["version"], mesh).items():  # in place, as an optimizer writes
+            state[name].to_local().copy_(tensor.to_local())
+        sent = [(n, t) for n, t in state.items() if not fnmatchcase(n, step["without"])]
+        try:
+            report = engine.update_weights_from_tensor(sent, verify="full", **step["options"])
+        except ReshardError as error:
+            seen.append({"refusal": str(error), "digests": digests(number)})
+        else:
+            seen.append({"kept": report.kept, **said(engine.generate, job), "digests": digests(number)})
+    engine.shutdown()
+    return seen
+
+
+def by_stock(job: dict[str, Any]) -> dict[str, Any]:
+    """Returns what is seen of an engine that SGLang starts on the checkpoint, without the plugin."""
+    with stock_engine(Path(job["checkpoint"]), **arguments(job)) as engine:
+        assert not hasattr(engine, "update_weights_distributed"), "the plugin was loaded"
+        return {**said(engine.generate, job), "digests": read_live_digests(engine, Path(job["folder"]) / "digests")}
+
+
+def arguments(job: dict[str, Any]) -> dict[str, Any]:
+    of_images = {"mm_attention_backend": "sdpa"} if job["image"] else {"skip_tokenizer_init": True}
+    return {"dtype": "bfloat16", **of_images, **job["server"]}
+
+
+def said(generate: Callable[..., Any], job: dict[str, Any]) -> dict[str, Any]:
+    """Returns the tokens that an engine generates, and their log-probabilities; nothing of one that cannot on a CPU."""
+    if not job["generates"]:
+        return {"tokens": [], "logprobs": []}
+    image = job["image"]
+    asked: dict[str, Any] = {"prompt": [PROMPT], "image_data": [image]} if image else {"input_ids": PROMPTS}
+    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    outputs = generate(sampling_params=sampling, return_logprob=True, **asked)
+    logprobs = [[p for p, *_ in o["meta_info"]["output_token_logprobs"]] for o in outputs]
+    return {"tokens": [o["output_ids"] for o in outputs], "logprobs": logprobs}
+
 
 pytestmark = [pytest.mark.engine]
 # On a CPU host the newest SGLang has no attention for Gemma-4, and no processor for Qwen3-VL without FFmpeg.
@@ -68,8 +150,6 @@ def test_buffers_that_the_loader_fills_are_sent_and_a_part_of_a_fused_parameter_
 
 @IN_STAGES
 def test_a_frozen_tower_stays_once_it_has_been_sent(staged: bool, tmp_path: Path) -> None:
-    from support.tiny_qwen3_vl import write_image, write_qwen3_vl
-
     for version in ("1", "2", "3"):
         write_qwen3_vl(tmp_path / version, int(version), torch.bfloat16)
     frozen = {"without": "*.visual.*", "frozen": ["visual.*"]}
@@ -87,7 +167,14 @@ def test_a_frozen_tower_stays_once_it_has_been_sent(staged: bool, tmp_path: Path
 
 
 def seen(
-    folder: Path, steps: list[Any], checkpoint: Path, image: str = "", *, generates: bool = True, **server: Any
+    folder: Path,
+    steps: list[Any],
+    checkpoint: Path,
+    image: str = "",
+    *,
+    generates: bool = True,
+    trainers: int = 2,
+    **server: Any,
 ) -> list[dict[str, Any]]:
     """Returns what is seen of an engine on dummy weights and after each step, and last of one on the checkpoint.
 
@@ -97,9 +184,8 @@ def seen(
     stock = folder / "stock"
     stock.mkdir()
     both = {"image": image, "generates": generates, "server": server}
-    without_plugin = {"SGLANG_PLUGINS": "somebody-elses"}
-    updated: list[dict[str, Any]] = run_trainers(2, "fresh_job:updates", folder, steps=steps, **both)[0]
-    fresh = run_trainers(1, "fresh_job:by_stock", stock, environment=without_plugin, checkpoint=str(checkpoint), **both)
+    updated: list[dict[str, Any]] = run_trainers(trainers, updates, folder, steps=steps, **both)[0]
+    fresh = run_trainers(1, by_stock, stock, environment=WITHOUT_PLUGIN, checkpoint=str(checkpoint), **both)
     return updated + fresh
 
 

@@ -1,4 +1,4 @@
-"""The example of a trainer and a server that meet by URL and key, as its README says it is started."""
+"""The examples of trainers and a server that meet by URL and key, as their README says they are started."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sglang_reshard.api.remote_engine import API_KEY, URL, RemoteEngine
 from sglang_reshard.errors import Unauthorized
 from support import zygote
+from support.deepspeed_env import FOLDER as DEEPSPEED
 from support.servers import serving
 
 pytestmark = [pytest.mark.engine]
+LEARNED = [13, 21, 34, 55, 89, 144]
 EXAMPLE, KEY = Path(__file__).parents[3] / "examples" / "http", "a key of their own"
 
 
@@ -35,15 +37,12 @@ def server(folder: Path) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="module")
-def said(server: str, folder: Path) -> list[str]:
-    """By the trainer, whose server had its first weights from nobody."""
-    assert RemoteEngine(server, api_key=KEY).weights_info().layout is None
+def trained(script: str, *arguments: str, **variables: str) -> list[str]:
+    """Runs a trainer of two ranks. Returns what it prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, URL: server, API_KEY: KEY, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
-        [*command, str(EXAMPLE / "train.py"), str(folder / "model")],
-        env=environment,
+        [*command, str(EXAMPLE / script), *arguments],
+        env={**os.environ, API_KEY: KEY, "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
         timeout=900,
@@ -52,12 +51,25 @@ def said(server: str, folder: Path) -> list[str]:
     return ran.stdout.splitlines()
 
 
+def answers(lines: list[str]) -> dict[str, list[int]]:
+    """Version -> tokens that the engine said, as trainers print them."""
+    told = [line for line in lines if " says " in line]
+    return {line.partition(":")[0]: json.loads(line.partition(" says ")[2]) for line in told}
+
+
+@pytest.fixture(scope="module")
+def said(server: str, folder: Path) -> list[str]:
+    """By the trainer, whose server had its first weights from nobody."""
+    assert RemoteEngine(server, api_key=KEY).weights_info().layout is None
+    return trained("train.py", str(folder / "model"), **{URL: server})
+
+
 def test_every_step_is_served(said: list[str]) -> None:
     steps, answers = said[0::2], said[1::2]
     assert [line.partition(":")[0] for line in steps] == ["step 1", "step 2", "step 3"]
     assert [line.strip()[:11] for line in answers] == ["step 1 says", "step 2 says", "step 3 says"]
     before, after = (json.loads(answers[step].partition("says")[2]) for step in (0, 2))
-    assert before != after == [13, 21, 34, 55, 89, 144], "it is what it was taught"
+    assert before != after == LEARNED, "it is what it was taught"
 
 
 def test_the_server_tells_which_weights_it_has(server: str, said: list[str]) -> None:
@@ -85,6 +97,26 @@ def test_a_wrong_key_opens_nothing(server: str) -> None:
             RemoteEngine(server, api_key=key).generate(input_ids=[1, 2])
 
 
+def test_a_deepspeed_trainer_brings_its_weights(server: str, said: list[str], folder: Path) -> None:
+    path = os.pathsep.join(filter(None, [str(DEEPSPEED), os.environ.get("PYTHONPATH", "")]))
+    told = answers(trained("train_zero3.py", str(folder / "model"), server, PYTHONPATH=path))
+    assert list(told) == ["zero3 1", "zero3 2", "zero3 3"]
+    assert told["zero3 1"] != told["zero3 3"] == LEARNED
+    info = RemoteEngine(server, api_key=KEY).weights_info()
+    assert (info.version, info.verified) == ("zero3 3", "full")
+    assert info.layout is not None
+    assert info.layout.trainer_ranks == 2
+
+
+def test_a_megatron_trainer_brings_its_weights(server: str, said: list[str], folder: Path) -> None:
+    address = server.removeprefix("http://")
+    told = answers(trained("train_megatron.py", str(folder / "model"), "--rollout-external-engine-addrs", address))
+    assert list(told) == ["megatron 1", "megatron 2"]
+    assert told["megatron 2"] == LEARNED
+    info = RemoteEngine(server, api_key=KEY).weights_info()
+    assert (info.version, info.verified, info.torn) == ("megatron 2", "full", "")
+
+
 def test_stock_updates_make_it_forget(server: str, said: list[str], folder: Path) -> None:
     """Runs last: what weights there are now, nobody has told."""
     engine = RemoteEngine(server, api_key=KEY)
@@ -96,4 +128,4 @@ def test_stock_updates_make_it_forget(server: str, said: list[str], folder: Path
     )
     assert answer.json()["success"], answer.text
     info = engine.weights_info()
-    assert (info.version, info.digest, info.session, info.layout) == ("step 3", "", "", None)
+    assert (info.version, info.digest, info.session, info.layout) == ("megatron 2", "", "", None)

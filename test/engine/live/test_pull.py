@@ -21,6 +21,7 @@ from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.testing import cpu_host
+from support.live_engines import greedy
 from support.servers import launch, serving
 
 pytestmark = [pytest.mark.engine]
@@ -57,8 +58,7 @@ def train(server: RemoteEngine, weights: dict[str, torch.Tensor], version: str) 
 
 
 def tokens(server: RemoteEngine) -> list[list[int]]:
-    sampling = {"temperature": 0, "max_new_tokens": text.NEW_TOKENS, "ignore_eos": True}
-    return [answer["output_ids"] for answer in server.generate(input_ids=PROMPTS, sampling_params=sampling)]
+    return greedy(server, PROMPTS, text.NEW_TOKENS)
 
 
 class Client(threading.Thread):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from benchmark.demo import tiny_model
@@ -59,10 +60,9 @@ def test_a_server_follows_what_was_written_as_no_engine_could_be_reached(server:
     assert all(read), seen["said"]
     whole, deltas = (int(found[1].replace(",", "")) for found in read if found is not None)
     assert 0 < deltas < whole / 8, "three versions behind"
-    assert seen["version"] == "4"
     assert seen["tokens"] == seen["expected"]
     assert "which is not older than snapshot '4'" in seen["said"][2], "the trainer has updated it directly since"
-    assert seen["versions"] == ["5", "4"], "it goes back where that is asked for"
+    assert seen["versions"] == ["1", "4", "5", "4"], "it goes back where that is asked for"
 
 
 def test_a_server_passes_over_what_is_no_snapshot_of_its_model(server: str, tmp_path: Path) -> None:
@@ -155,3 +155,37 @@ def test_a_malformed_request_is_answered_not_served(server: str) -> None:
         assert answer.json()["success"] is False
         assert "malformed request" in answer.json()["message"]
     assert httpx.get(f"{server}/health").status_code == 200
+
+
+def test_a_server_serves_what_the_trainer_was_told_whenever_its_answer_is_lost(server: str, tmp_path: Path) -> None:
+    """Behind a proxy that cuts connections."""
+    job = {"url": server, "key": KEY, "target_tp": TP, "timeout_s": 60, "long": 400}
+    seen, other = run_trainers(2, "lost_answers_job:lose_answers", tmp_path, **job)
+    told, serves = seen["told"], seen["serves"]
+    assert told == other["told"]
+    assert told["late"].startswith("EngineUnreachable")
+    assert "no engine rank had begun to write: the old weights keep serving" in told["late"]
+    assert serves["first"] == ["first"]
+    assert serves["late"] == ["first"], "it was written when the requests that it waited for had ended"
+    assert serves["after it"] == ["after it"]
+    live = "after it"
+    for version in ("staged", "at once", "last"):
+        if "the old weights keep serving" not in told[version]:
+            assert version == "last" or "the engine's answer was lost" in told[version]
+            live = version
+        assert serves[version] == [live], told[version]
+    assert live == "last"
+    assert seen["torn"] == ""
+
+
+@pytest.mark.sweep
+def test_a_server_that_is_stopped_past_the_deadline_is_not_left_torn(server: str, tmp_path: Path) -> None:
+    (pid,) = {
+        c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and server.endswith(f":{c.laddr.port}")
+    }
+    job = {"url": server, "key": KEY, "target_tp": TP, "timeout_s": 4, "pid": pid}
+    seen, _ = run_trainers(2, "lost_answers_job:stop_the_server", tmp_path, **job)
+    assert "the old weights keep serving" in seen["told"][1]
+    assert seen["waited_s"] < 40, "the server was still stopped"
+    assert seen["health"] == 200
+    assert seen["serves"] == [["first"], ["second", "third"]]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -129,43 +130,42 @@ def broken(found: dict[str, bool]) -> set[str]:
     return {name for name, holds in found.items() if not holds}
 
 
-def test_a_soak_without_fault_passes() -> None:
-    assert broken(claims()) == set()
+def moving(last: float) -> list[Footprint]:
+    return [hold(500 + (last - 500) * i / 44) for i in range(50)]
 
 
-@pytest.mark.parametrize("last", [515, 485])
-def test_memory_that_moves_by_more_than_two_percent_is_seen(last: float) -> None:
-    holds = [hold(500 + (last - 500) * i / 44) for i in range(50)]
-    assert broken(claims(holds)) == {"memory_flat"}
+# What is wrong -> what `claims` gets, and the claims that do not hold.
+FAULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "nothing": ({}, set()),
+    "memory that grows by more than two percent": ({"holds": moving(515)}, {"memory_flat"}),
+    "memory that shrinks by more than two percent": ({"holds": moving(485)}, {"memory_flat"}),
+    "nothing: what the first updates take is no growth": ({"holds": [hold(300)] * 4 + [hold(500)] * 46}, set()),
+    "a descriptor an update": ({"holds": [hold(500, handles=9 + i) for i in range(50)]}, {"nothing_piles_up"}),
+    "one failed request": ({"tallies": [tally(), tally(failures=1)]}, {"no_failed_request"}),
+    "one answer of another version": ({"tallies": [tally(), tally(wrong=1)]}, {"no_wrong_version"}),
+    "a client that was never answered": (
+        {"tallies": [Tally(stream=True)]},
+        {"no_failed_request", "no_wrong_version"},
+    ),
+    "a version that was not verified": ({"rows": version_rows(25)}, {"verified"}),
+    "no version that was verified": ({"rows": []}, {"verified"}),
+    "nothing was seen": ({"holds": [], "tallies": [], "rows": []}, set(claims())),
+}
 
 
-def test_memory_that_an_update_keeps_is_seen_in_the_slope() -> None:
-    (row,) = verdict.processes(updated([hold(500 + i / 8) for i in range(50)]))
-    assert row.bytes_per_update == pytest.approx(MIB / 8)
-
-
-def test_what_the_first_updates_take_is_no_growth() -> None:
-    assert broken(claims([hold(300)] * 4 + [hold(500)] * 46)) == set()
-
-
-def test_a_descriptor_an_update_is_seen() -> None:
-    assert broken(claims([hold(500, handles=9 + i) for i in range(50)])) == {"nothing_piles_up"}
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_is_seen(fault: str) -> None:
+    given, expected = FAULTS[fault]
+    assert broken(claims(**given)) == expected
 
 
 def test_an_update_that_is_missing_is_seen() -> None:
     assert "updated" in broken(claims([hold(500)] * 49))
 
 
-def test_one_failed_request_is_seen() -> None:
-    assert broken(claims(tallies=[tally(), tally(failures=1)])) == {"no_failed_request"}
-
-
-def test_one_answer_of_another_version_is_seen() -> None:
-    assert broken(claims(tallies=[tally(), tally(wrong=1)])) == {"no_wrong_version"}
-
-
-def test_a_client_that_was_never_answered_proves_nothing() -> None:
-    assert broken(claims(tallies=[Tally(stream=True)])) == {"no_failed_request", "no_wrong_version"}
+def test_memory_that_an_update_keeps_is_seen_in_the_slope() -> None:
+    (row,) = verdict.processes(updated([hold(500 + i / 8) for i in range(50)]))
+    assert row.bytes_per_update == pytest.approx(MIB / 8)
 
 
 @pytest.mark.parametrize(
@@ -181,15 +181,6 @@ def test_a_version_that_is_not_what_it_should_be_is_seen(found: dict[str, object
     rows = version_rows(**found)
     assert rows[-1].differing == differing
     assert broken(claims(rows=rows)) == {"verified"}
-
-
-def test_a_version_that_was_not_verified_is_seen() -> None:
-    assert broken(claims(rows=[])) == {"verified"}
-    assert broken(claims(rows=version_rows(25))) == {"verified"}
-
-
-def test_nothing_seen_is_nothing_proved() -> None:
-    assert broken(claims([], [], [])) == set(claims())
 
 
 def test_any_two_versions_differ_in_every_element_and_are_the_same_bits_again() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from stock_outcomes import did_what_they_say
+from stock_steps import did_what_they_say
+from support.live_engines import WITHOUT_PLUGIN
 from support.sglangs import chosen
 from support.trainers import run_trainers
 from tools.oracle.stock import stock_digests
@@ -15,7 +16,6 @@ from tools.oracle.stock import stock_digests
 pytestmark = [pytest.mark.engine]
 JOB = {"source_tp": 2, "target_tp": 2, "dtype": "float32", "bucket_bytes": 1 << 20, "transport": "broadcast"}
 IN_FLIGHT = 150  # stock_job's
-WITHOUT = {"SGLANG_PLUGINS": "somebody-elses"}
 PATHS = {"from_disk": "1", "from_tensor": "2", "from_distributed": "1"}
 
 
@@ -37,7 +37,7 @@ def plain(folder: Path, seen: dict[str, Any], tmp_path_factory: pytest.TempPathF
         1,
         "stock_job:without_the_plugin",
         tmp_path_factory.mktemp("plain"),
-        environment=WITHOUT,
+        environment=WITHOUT_PLUGIN,
         weights=str(folder),
         plugin=False,
         **JOB,
@@ -86,7 +86,7 @@ def test_each_step_ends_alike_in_other_models_and_versions(tmp_path: Path, write
     for plugin in (True, False):
         folder = tmp_path / str(plugin)
         folder.mkdir()
-        environment = {} if plugin else WITHOUT
+        environment = {} if plugin else WITHOUT_PLUGIN
         with chosen(version):
             (steps,) = run_trainers(
                 1,

@@ -40,42 +40,26 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 WAYS = ["generate", "batch", "several", "stream", "async", "encode", "VerlEngine"]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_whoever_asks_a_torn_engine_is_told_why(seen: dict[str, Any], way: str) -> None:
-    assert seen["torn"]["refused"][way] == ["TornWeights", REASON]
-    assert set(seen["torn"]["refused"]) == set(WAYS)
-
-
-@pytest.mark.parametrize("what", ["for a pause", "for an update", "for the tokenizer"])
-def test_who_waited_while_the_weights_tore_is_told_too(seen: dict[str, Any], what: str) -> None:
-    assert seen["torn"]["waited"][what] == ["TornWeights", REASON]
-
-
-def test_nothing_is_left_of_refused_requests(seen: dict[str, Any]) -> None:
-    """SGLang waits for all that are on its list before it ends on SIGTERM."""
-    assert seen["torn"]["left"] == []
-
-
-@pytest.mark.parametrize("flight", ["retract", "in_place", "while it is being lifted", "after a look at them"])
-def test_a_paused_request_gets_no_token_of_torn_weights(seen: dict[str, Any], flight: str) -> None:
-    flown = seen["torn"]["flights"][flight]
-    assert flown["reason"] == "abort"
-    assert flown["tokens"] == flown["had"] > 0
-
-
-def test_a_paused_request_goes_on_when_the_weights_were_healed_before(seen: dict[str, Any]) -> None:
-    flown = seen["torn"]["flights"]["healed"]
-    assert flown["reason"] == "length"
-    assert flown["tokens"] > flown["had"] > 0
-
-
-def test_a_healed_engine_says_what_it_said_before(seen: dict[str, Any]) -> None:
-    assert seen["torn"]["after"] == seen["torn"]["before"]
-
-
 LOOK_S = 10.0  # seconds that an answer may take after a process has gone
+
+
+def test_whoever_asks_a_torn_engine_or_waited_while_it_tore_is_told_why(seen: dict[str, Any]) -> None:
+    torn, told = seen["torn"], ["TornWeights", REASON]
+    assert torn["refused"] == dict.fromkeys(WAYS, told)
+    assert torn["waited"] == dict.fromkeys(["for a pause", "for an update", "for the tokenizer"], told)
+    assert torn["left"] == [], "SGLang waits for all that are on its list before it ends on SIGTERM"
+    assert torn["after"] == torn["before"], "healed, it says what it said before"
+
+
+def test_a_paused_request_gets_no_token_of_torn_weights(seen: dict[str, Any]) -> None:
+    flights = dict(seen["torn"]["flights"])
+    healed = flights.pop("healed")
+    assert healed["reason"] == "length"
+    assert healed["tokens"] > healed["had"] > 0
+    assert len(flights) == 4
+    for name, flown in flights.items():
+        assert flown["reason"] == "abort", name
+        assert flown["tokens"] == flown["had"] > 0, name
 
 
 @pytest.mark.parametrize("call", ["generate", "update"])
@@ -93,14 +77,11 @@ def test_so_does_the_next_call(seen: dict[str, Any], call: str) -> None:
     assert seconds < LOOK_S
 
 
-def test_the_next_engine_starts_in_the_same_process(seen: dict[str, Any]) -> None:
+def test_the_next_engine_starts_in_the_same_process_and_the_trainer_keeps_its_signals(seen: dict[str, Any]) -> None:
     assert seen["lost"]["same tokens"]
     had, left = seen["lost"]["segments"]
     assert had > 0
     assert left == []
-
-
-def test_the_trainer_keeps_its_signals(seen: dict[str, Any]) -> None:
     assert seen["terminated"] == [15]
     assert seen["quit"]
 

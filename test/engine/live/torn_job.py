@@ -15,12 +15,13 @@ import psutil
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmark.demo import tiny_model
+from flights import Flight
 from sglang_reshard import DistributedUpdateWeightsReq, VerlEngine
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.patches import torn_weights
 from sglang_reshard.patches.stock_weights import SERVE_DUMMY
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.testing import cpu_host
+from support.live_engines import greedy, live_engine
 from support.refusals import refusal_of
 
 PROMPT, GREEDY = [5, 6, 7, 8], {"temperature": 0, "ignore_eos": True}
@@ -33,16 +34,9 @@ TP = 2
 def start(folder: Path) -> VerlEngine:
     if not (folder / "model").exists():
         tiny_model.save(folder / "model", TP, TP)
-    cpu_host.activate(TP)
     os.environ[SERVE_DUMMY] = "1"  # no update comes before what this looks at
-    return VerlEngine(
-        device_mesh_cpu=init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)),
-        tp_size=TP,
-        model_path=str(folder / "model"),
-        load_format="dummy",
-        dtype="float32",
-        **cpu_host.engine_arguments(),
-    )
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    return live_engine(mesh, folder / "model", tp_size=TP, load_format="dummy", dtype="float32")
 
 
 def first(engine: VerlEngine) -> Any:
@@ -50,8 +44,8 @@ def first(engine: VerlEngine) -> Any:
     return engine.engine
 
 
-def tokens(engine: VerlEngine, new_tokens: int = SHORT) -> list[int]:
-    return engine.generate(input_ids=PROMPT, sampling_params={**GREEDY, "max_new_tokens": new_tokens})["output_ids"]
+def tokens(engine: VerlEngine) -> list[int]:
+    return greedy(engine, [PROMPT], SHORT)[0]
 
 
 # -- torn
@@ -155,30 +149,14 @@ class Torn:
 
         "under way" and "next": they tear while a call that lifts it waits for an update; in that one or in the next.
         """
-        counts: list[int] = []
-        reason: dict[str, Any] = {}
-        begun = asyncio.Event()
-
-        async def fly() -> None:
-            chunks = await self.engine.async_generate(
-                input_ids=PROMPT, sampling_params={**GREEDY, "max_new_tokens": LONG}, stream=True
-            )
-            async for chunk in chunks:
-                counts.append(chunk["meta_info"]["completion_tokens"])
-                reason.update(chunk["meta_info"]["finish_reason"] or {})
-                begun.set()
+        flight = Flight(self.engine, PROMPT, LONG)
+        had = flight.pause(mode)
 
         async def next_update() -> None:
             async with self.manager.is_pause_cond:
                 torn_weights.mark(self.manager, REASON)
 
-        async def go() -> int:
-            flying = asyncio.ensure_future(fly())
-            await begun.wait()
-            await self.pause(mode)
-            await self.manager.get_internal_state()
-            await asyncio.sleep(WAIT_S)  # tokens made before the pause come by another way
-            had = counts[-1]
+        async def tear() -> None:
             if before in ("under way", "next"):
                 async with self.manager.is_pause_cond:  # as an update holds it
                     lifting = asyncio.ensure_future(self.go_on())
@@ -196,12 +174,11 @@ class Torn:
                 if before == "healed":
                     torn_weights.heal(self.manager)
                 await self.go_on()
-            await flying
-            return had
 
-        had = self.run(asyncio.wait_for(go(), 60))
+        self.run(asyncio.wait_for(tear(), 60))
+        ended = flight.end()
         torn_weights.heal(self.manager)
-        return {"had": had, "tokens": counts[-1], "reason": reason["type"]}
+        return {"had": had, "tokens": ended["count"], "reason": ended["reason"]}
 
 
 FLIGHTS = {

@@ -1,23 +1,15 @@
-"""Plans an engine rank of architectures without memory, beside a trace of the same rank in memory.
-
-Run as a script by test_planned_architectures.py: answers with a line of JSON for each architecture, in which the last
-item says what is wrong, if anything.
-
-    planned_architectures.py FOLDER NAME ...
-"""
+"""What `plan` traces of a model without memory is what an engine rank traces of the same model in memory."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+import pytest
 
-from sglang_reshard.cli.plan import sglang_model
+from examination import built
+from rank_jobs import run_jobs
 from sglang_reshard.cli.plan.checkpoint import specs_of
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.rank_model import Refusal, model_rank
@@ -28,11 +20,9 @@ from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import write_checkpoint
-from support.scripts import answer
 
 RESULTS = Path(__file__).parents[3] / "benchmark" / "results" / "architectures.json"
 TP, RANK = 2, 1
-_DEADLINE_S = 3000
 
 
 def exact() -> dict[str, Any]:
@@ -64,13 +54,7 @@ def planned(folder: str) -> tuple[Any, ...] | str:
 
 def in_memory(folder: str) -> tuple[Any, ...]:
     """Returns the same of a model that was built in memory, as live engines are."""
-    vars(torch.cuda)["_lazy_init"] = _no_gpu
-    try:
-        model = sglang_model.build_rank(folder, tp_size=TP, tp_rank=RANK, attention_backend="triton")
-    except AssertionError as error:
-        if "attention backend" not in str(error):
-            raise
-        model = sglang_model.build_rank(folder, tp_size=TP, tp_rank=RANK, attention_backend="torch_native")
+    model = built(folder, True, {"tp_size": TP, "tp_rank": RANK})
     specs = specs_of(Path(folder))
     program = trace(model, specs, lambda: EngineStart(specs))  # what a start leaves alone may stay
     return _facts(program)
@@ -92,32 +76,46 @@ def difference(plan: tuple[Any, ...] | str, memory: tuple[Any, ...]) -> str:
     )
 
 
-def _no_gpu() -> None:
-    raise RuntimeError("there is no GPU on this host")
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
-def _written(root: str, saved: dict[str, Any], name: str) -> str:
-    entry = saved[name]
+def compared(root: Path, name: str) -> tuple[int, str]:
+    """Returns the number of copies in memory, and what is wrong with the plan, if anything."""
+    entry = exact()[name]
     folder = write_checkpoint(
-        entry["checkpoint"], Path(root) / name, architecture=name, variants=tuple(entry["config"] or ())
+        entry["checkpoint"], root / name, architecture=name, variants=tuple(entry["config"] or ())
     )
     assert folder is not None
-    return folder
+    # Each in a fork: a process is one engine rank only.
+    plan, memory = (
+        next(run_in_forks(side, [folder], processes=1, deadline_seconds=600))[1] for side in (planned, in_memory)
+    )
+    return len(memory[0]), difference(plan, memory)
 
 
-def _forked(work: Any, jobs: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    return run_in_forks(work, jobs, processes=2, deadline_seconds=_DEADLINE_S)
+# Tensors on the current device, whatever the default one is; experts; attention alone.
+FEW = ("Qwen3NextForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 
 
-def main(root: str, *names: str) -> None:
-    sglang_model.choose_code_paths(TP, gpu=True)
-    torch.set_num_threads(1)
-    sglang_model.import_before_forks()
-    folders = dict(_forked(partial(_written, root, exact()), names))
-    plans = dict(_forked(lambda name: planned(folders[name]), names))
-    for name, memory in _forked(lambda name: in_memory(folders[name]), names):
-        answer(json.dumps([name, len(memory[0]), difference(plans[name], memory)]))
+# `plan` refuses them, and says why: a constructor and a loader that ask for values, which nothing has without memory.
+ASK_FOR_VALUES = {"InternVLChatModel", "MllamaForConditionalGeneration"}
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def differing(names: list[str], folder: Path) -> list[tuple[str, str]]:
+    found = run_jobs(compared, [(name,) for name in names], folder, deadline_s=3000)
+    assert sorted(name for name, _ in found) == sorted(names)
+    assert all(copies for _, (copies, _) in found)
+    return [(name, wrong) for name, (_, wrong) in found if wrong]
+
+
+def test_plans_of_a_few_architectures_are_those_of_models_in_memory(tmp_path: Path) -> None:
+    assert differing(list(FEW), tmp_path) == []
+
+
+@pytest.mark.sweep
+def test_plans_of_all_architectures_whose_row_is_exact_are_those_of_models_in_memory(tmp_path: Path) -> None:
+    names = list(exact())
+    assert len(names) >= 50
+    found = dict(differing(names, tmp_path))
+    assert found.keys() == ASK_FOR_VALUES, found
+    assert all("not the same" not in why for why in found.values())

@@ -1,26 +1,77 @@
-"""SGLang's layers that keep something of weights, and run on GPUs only: their code, with stand-ins for the kernels.
+"""What layers keep of their weights is made anew by an update: routers, and layers that run on GPUs only.
 
-Run as a script by test_forwards.py, for each SGLang. Answers a line for each layer, with and without CUDA graphs.
+Of these it is SGLang's code, with stand-ins for the kernels.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from examination import begin
+from examination import specs_of
+from rank_jobs import run_jobs
+from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.derived import DerivedState, remember_loaded
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.trace.folded import flags_of
 from sglang_reshard.trace.tracer import trace
-from support.scripts import answer
+from support import sglangs
+from support.checkpoints import read_weights, write_checkpoint
+from tools.oracle.digests import digest
 from tools.oracle.replay import replay
+
+pytestmark = [pytest.mark.engine]
+_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
+ROUTERS = {
+    "Gemma4ForCausalLM": ("Gemma4Router", "_fused_scale", _EXPERTS),
+}
+
+
+def router(root: Path, architecture: str, kind: str) -> dict[str, Any]:
+    """Returns what a router says with checkpoint B's weights, what it said before, and whether a tensor stayed.
+
+    kind  "fresh" starts on checkpoint B, the others on A; "in place" as where CUDA graphs hold addresses
+    """
+    gate, attribute, instead = ROUTERS[architecture]
+    a, b = (
+        str(write_checkpoint(architecture, root / architecture / kind / str(s), instead=instead, seed=s))
+        for s in (1, 2)
+    )
+    start = b if kind == "fresh" else a
+    model = build_rank(start, tp_size=1, tp_rank=0)
+    with torch.no_grad():
+        model.load_weights(iter(read_weights(start).items()))  # type: ignore[operator]
+    made = next(m for m in model.modules() if type(m).__name__ == gate)
+    x = torch.randn(5, model.config.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
+    if kind == "fresh":
+        return {"says": digest(made(x))}
+    derived = DerivedState(model, addresses_stay=kind == "in place")
+    before = digest(made(x))
+    kept = getattr(made, attribute)
+    derived.signature()
+    weights = read_weights(b)
+    replay(trace(model, specs_of(weights)), weights, derived)
+    says = digest(made(x))
+    return {"says": says, "before": before, "stayed": getattr(made, attribute) is kept, "remark": derived.remark}
+
+
+def compressor_flags(_: Path) -> list[str]:
+    """Returns the flags of DeepSeek-V4's compressor that are put back before its loader's work in place."""
+    from sglang.srt.layers.attention.dsv4.compressor import Compressor
+
+    made: Any = object.__new__(Compressor)  # its constructor wants a GPU
+    torch.nn.Module.__init__(made)
+    made.ape, made.ape_converted = torch.nn.Parameter(torch.zeros(2, 8)), False
+    return [flag.label for flag in flags_of(made)]
+
 
 Weights = dict[str, torch.Tensor]
 _SCALES = (
@@ -113,6 +164,13 @@ def hyper_connection() -> type[nn.Module] | None:
     return Connection
 
 
+def outcomes(_: Path, layer: str) -> list[str]:
+    """Without CUDA graphs, and with them; nothing of a layer that this SGLang does not have."""
+    kind = {"cutedsl_experts": cutedsl_experts, "hyper_connection": hyper_connection}[layer]()
+    with torch.no_grad():
+        return [] if kind is None else [outcome(kind, stays) for stays in (False, True)]
+
+
 def outcome(kind: type[nn.Module], addresses_stay: bool) -> str:
     """Updates a layer that has run, three times, and compares it with a layer that has loaded the last weights."""
     layer = kind()
@@ -139,13 +197,34 @@ def outcome(kind: type[nn.Module], addresses_stay: bool) -> str:
     return "right" if torch.equal(said, fresh()) else "stale"
 
 
-def main() -> None:
-    begin(1)
-    for make in (cutedsl_experts, hyper_connection):
-        if (kind := make()) is not None:
-            with torch.no_grad():
-                answer(json.dumps([make.__name__, *(outcome(kind, stays) for stays in (False, True))]))
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory):
+    jobs = [(name, kind) for name in ROUTERS for kind in ("fresh", "dropped", "in place")]
+    found = run_jobs(router, jobs, tmp_path_factory.mktemp("routers"), ranks=1, gpu=False)
+    return {(architecture, kind): case for architecture, kind, case in found}
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize("architecture", ROUTERS)
+@pytest.mark.parametrize("kind", ["dropped", "in place"])
+def test_a_router_says_what_that_of_a_fresh_model_says(routed, architecture, kind):
+    """What the first forward pass keeps is dropped; where CUDA graphs may hold its address, it is computed in place."""
+    case = routed[architecture, kind]
+    assert case["says"] == routed[architecture, "fresh"]["says"]
+    assert case["says"] != case["before"]
+    assert case["stayed"] == (kind == "in place")
+    assert case["remark"] == ""
+
+
+@pytest.mark.parametrize("end", sglangs.ENDS)
+def test_what_kernels_of_gpus_keep_is_right_or_refused(end, tmp_path):
+    with sglangs.chosen(end):
+        found = run_jobs(outcomes, [("cutedsl_experts",), ("hyper_connection",)], tmp_path, ranks=1)
+    said = {name: outcomes for name, outcomes in found if outcomes}
+    assert said.keys() == {"cutedsl_experts", *(["hyper_connection"] if end == "newest" else [])}
+    for without_graphs, with_graphs in said.values():
+        assert without_graphs == "right"
+        assert with_graphs.startswith("refused: the first forward pass computed ")
+
+
+def test_what_loading_does_to_a_weight_once_is_known_by_its_flag(tmp_path):
+    assert run_jobs(compressor_flags, [()], tmp_path, ranks=1, gpu=False) == [[["ape_converted"]]]
