@@ -272,32 +272,6 @@ def test_a_large_box_is_cut_into_tiles_of_16_kib():
 
 
 @pytest.mark.parametrize(
-    ("begin", "columns", "unit", "vector"),
-    [
-        (0, 64, "int64", 2),
-        (4, 64, "int64", 1),
-        (2, 64, "int32", 1),
-        (1, 64, "int16", 1),
-        (1, 128, "uint64", 1),  # words that are shifted together
-        (2, 128, "int32", 1),
-        (0, 129, "uint64", 1),
-        (0, 6, "int32", 1),
-    ],
-)
-def test_units_are_as_wide_as_everything_allows(begin, columns, unit, vector):
-    memory = torch.empty(1 << 16, dtype=torch.bfloat16)
-    matrix = memory[begin : begin + 128 * columns].view(-1, columns)
-    (launch,) = launched([(torch.empty(16, columns, dtype=torch.bfloat16), matrix[::2][:16])])
-    assert launch.kind.source == unit
-    assert launch.kind.vector == vector
-
-
-def test_float32_masters_are_read_16_bytes_at_a_time():
-    (launch,) = launched([(torch.empty(8, 4096, dtype=torch.bfloat16), torch.empty(8, 8192)[:, 4096:])])
-    assert launch.kind == ("float32", "bfloat16", 4, "rows", 1, 4096)
-
-
-@pytest.mark.parametrize(
     ("rows", "columns", "kind"),
     [
         (304, 512, (4, "transposed", 64, 64)),

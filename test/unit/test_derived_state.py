@@ -134,15 +134,6 @@ def test_what_sglang_loads_itself_leaves_no_state_of_the_weights_before():
     assert torch.equal(layer(X), of_fresh(deriving.InAttribute, 1))
 
 
-def test_a_view_of_a_parameter_is_no_derived_state():
-    layer = deriving.FromOutside()
-    derived = DerivedState(layer)
-    layer.copy = layer.weight.data.t()
-    derived.signature()
-    assert layer.copy is not None
-    assert derived.remark == ""
-
-
 def test_without_a_forward_pass_nothing_is_searched(monkeypatch):
     layer = nn.Sequential(deriving.InAttribute(), deriving.InBuffer(), deriving.InDictionary(), deriving.Folded())
     derived = DerivedState(layer)

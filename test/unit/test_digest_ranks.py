@@ -10,8 +10,7 @@ import torch
 
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.landings.checked import regions
-from sglang_reshard.landings.checked.checksum import RegionBatch
-from sglang_reshard.landings.checked.regions import MAX_GROUPS, RegionKind, RegionSet
+from sglang_reshard.landings.checked.regions import RegionKind, RegionSet
 from sglang_reshard.landings.checked.selection import Selection
 from sglang_reshard.landings.checked.source import SourceChecksums
 from sglang_reshard.landings.checked.target import TargetChecksums
@@ -217,17 +216,6 @@ def test_holders_of_the_same_elements_share_the_work():
     assert ((parts != 0).sum(axis=1) > 0).all(), "and each trainer rank counts some"
 
 
-def test_what_engine_ranks_keep_alike_is_read_once(monkeypatch):
-    world, added = World("fsdp", engines=1), []
-    monkeypatch.setattr(RegionBatch, "add", lambda self, spec, view, row: added.append(row))
-    own = world.engines[0].checksums.regions
-    once = SourceChecksums(world.layout, world.shards[0], 0, [own])
-    assert len(added) == len(own)
-    again = SourceChecksums(world.layout, world.shards[0], 0, [own] * 5)
-    assert len(added) == 2 * len(own)
-    assert (once.compute(FULL).engine_ranks.shape, again.compute(FULL).engine_ranks.shape) == ((1, 8), (5, 8))
-
-
 def test_region_sets_are_the_same_in_any_order_and_small_on_the_wire():
     alike = [RegionKind("bfloat16", (0, 64 * part), (512, 64), (1, 1)) for part in range(4)]
     given = [(tensor, alike[tensor % 4]) for tensor in range(100_000)]
@@ -240,14 +228,6 @@ def test_region_sets_are_the_same_in_any_order_and_small_on_the_wire():
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=RegionSet)
     assert sent == made
     assert len(zlib.compress(msgspec.msgpack.encode(made), 1)) < 400_000
-
-
-def test_groups_are_of_neighbours_and_there_are_not_many():
-    for tensors in (1, 5, MAX_GROUPS, MAX_GROUPS + 1, 100_000):
-        group = regions.groups_of(np.arange(tensors, dtype=np.int32), tensors)
-        assert (np.diff(group) >= 0).all()
-        assert set(group.tolist()) == set(range(regions.num_groups(tensors)))
-    assert regions.num_groups(100_000) == MAX_GROUPS
 
 
 @pytest.mark.parametrize(

@@ -61,17 +61,6 @@ class Engines:
         return told
 
 
-def test_an_engine_alone_is_told_nothing(address):
-    assert Engines(address).update("a") == {"a": None}
-
-
-def test_engines_are_told_of_each_other(address):
-    told = Engines(address).update("a", "b")
-    assert told["a"].engines == told["b"].engines == ("a", "b")
-    assert (told["a"].own, told["b"].own) == (0, 1)
-    assert told["a"].session == told["b"].session != ""
-
-
 LOST = DistributedUpdateWeightsOutput(success=True, message="", detour="b was not updated")
 FAILED = DistributedUpdateWeightsOutput(success=False, message="offloaded")
 
@@ -84,12 +73,6 @@ def test_they_offer_anew_after_an_update_that_went_wrong(address, answer, same):
     assert (first["a"].session == second["a"].session) == same
     assert second["a"].session == third["a"].session
     assert [told["b"].update for told in (first, second, third)] == [1, 2, 3]
-
-
-def test_they_offer_anew_when_one_has_come(address):
-    engines = Engines(address)
-    first, second = engines.update("a", "b"), engines.update("a", "b", "c")
-    assert first["a"].session != second["a"].session
 
 
 def test_earlier_offers_are_deleted(address):

@@ -60,23 +60,10 @@ class Libcuda:
         return 0
 
 
-def test_an_allocation_is_found_by_any_address_in_it():
-    assert CudaDriver(Libcuda()).allocation(0x7123) == (0x7000, 4096, 99)
-
-
 @pytest.mark.parametrize("has_handle", [0, 1])
 def test_memory_without_handles_is_told_though_it_is_mapped(has_handle):
     """Attribute 13, MAPPED, is 1 for all memory that can be read, expandable segments too."""
     assert CudaDriver(Libcuda(has_handle)).has_handle(0x7000) == bool(has_handle)
-
-
-def test_a_handle_has_64_bytes_and_is_passed_by_value():
-    library = Libcuda()
-    handle = CudaDriver(library).export_handle(0x7000)
-    assert handle == b"\x70" * HANDLE_BYTES
-    assert CudaDriver(library).open_handle(handle) == 0x9000
-    CudaDriver(library).close_handle(0x9000)
-    assert library.calls == [("open", handle, 1), ("close", 0x9000)]
 
 
 def test_host_memory_is_registered_for_reading_and_without_that_flag_where_devices_lack_it():
