@@ -228,19 +228,6 @@ def test_any_flipped_bit_of_any_element_is_noticed(dtype):
     assert checksum_of(whole, shape, whole_region(shape)) == before
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.int64])
-def test_any_two_elements_exchanged_are_noticed_even_if_only_their_highest_bits_differ(dtype):
-    shape = (4, 6)
-    whole = torch.zeros(shape, dtype=dtype)
-    top = whole.view(torch.uint8).view(24, dtype.itemsize)[:, -1]
-    found = []
-    for element in range(24):
-        top[element] = 128
-        found.append(checksum_of(whole, shape, whole_region(shape)))
-        top[element] = 0
-    assert len(set(found)) == 24
-
-
 def test_a_cast_is_the_copys_and_all_nans_are_one():
     whole = random_bytes((33, 41), torch.float32)  # whatever patterns there are
     whole[3, 7:30] = torch.tensor([float("nan"), -float("nan"), float("inf")]).repeat(8)[:23]

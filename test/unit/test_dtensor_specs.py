@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -41,13 +41,6 @@ def of_spec(mesh, placements=BOTH, kind=DTensorSpec, **fields):
     return DTensor(WHOLE[2:4], kind(mesh, placements, META, **fields), requires_grad=False)
 
 
-def test_an_order_is_a_mesh_whose_dimensions_are_permuted(mesh):
-    default, other = read(of_spec(mesh)), read(of_spec(mesh, shard_order=REVERSED))
-    assert [rows_of(default, rank) for rank in range(4)] == [[(0, 2)], [(2, 4)], [(4, 6)], [(6, 8)]]
-    assert [rows_of(other, rank) for rank in range(4)] == [[(0, 2)], [(4, 6)], [(2, 4)], [(6, 8)]]
-    assert other.layout.meshes[0].ranks == (0, 2, 1, 3)
-
-
 @dataclasses.dataclass
 class FutureSpec(DTensorSpec):
     """Of a torch that says more."""
@@ -79,18 +72,6 @@ def test_a_placement_derived_from_a_known_one_is_not_taken_for_it(mesh):
     tensors = [("a", of_spec(mesh)), ("b", of_spec(mesh, (Ragged(0), Shard(0))))]
     with pytest.raises(Unsupported, match=r"trainer rank 1: b has the placement .*Ragged"):
         describe(tensors, trainer_rank=1, global_ranks=(0, 1, 2, 3))
-
-
-def test_strides_that_are_no_order_are_chunks_of_chunks(mesh):
-    placements = (_StridedShard(0, split_factor=2), Shard(0))
-    as_order = read(of_spec(mesh, placements))
-    assert [rows_of(as_order, rank) for rank in range(4)] == [[(0, 2)], [(4, 6)], [(2, 4)], [(6, 8)]]
-    if "use_strided_shard_as_shard_order" not in DTensorSpec.__dataclass_fields__:
-        pytest.skip("in torch 2.10 strides always state an order")
-    spec = DTensorSpec(mesh, placements, META, use_strided_shard_as_shard_order=False)
-    local = distribute_tensor(WHOLE, mesh, placements, src_data_rank=None).to_local()
-    as_chunks = read(DTensor(local, spec, requires_grad=False))
-    assert rows_of(as_chunks, 1) == [(4, 6)]
 
 
 def test_an_order_that_strides_and_spec_both_state_is_taken(mesh):

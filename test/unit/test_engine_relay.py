@@ -75,16 +75,6 @@ def test_they_offer_anew_after_an_update_that_went_wrong(address, answer, same):
     assert [told["b"].update for told in (first, second, third)] == [1, 2, 3]
 
 
-def test_earlier_offers_are_deleted(address):
-    engines = Engines(address)
-    relay = engines.update("a", "b", a=FAILED)["a"]
-    with RelayOffers(address, relay, TIMEOUT_S) as offers:
-        assert offers.client.num_keys() == 1, "the withdrawn one"
-    engines.update("a", "b")
-    with RelayOffers(address, relay, TIMEOUT_S) as offers:
-        assert offers.client.num_keys() == 0
-
-
 def test_one_that_failed_is_not_waited_for(address):
     relay = Engines(address).update("a", "b", a=FAILED)["b"]
     with RelayOffers(address, relay, TIMEOUT_S) as offers:

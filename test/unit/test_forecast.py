@@ -137,13 +137,6 @@ def test_fsdp_splits_what_tensor_parallelism_has_left():
     assert of["scale"] == (mesh, (Placement(), Placement()))
 
 
-def test_copies_hold_the_same():
-    layout = layout_of(SPECS, Source(copies=2, shards=4))
-    held = layout.local_bytes()
-    assert held[:4] == held[4:]
-    assert layout_of(SPECS, Source()).local_bytes() == (sum(spec.nbytes for spec in SPECS),)
-
-
 # -- what moves
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import select
 import subprocess
@@ -213,29 +212,6 @@ def test_a_host_without_nvidia_smi_compiler_or_headers_is_described_all_the_same
     assert said == "torch's foreach, as Triton cannot be used: no C compiler and no Python.h"
 
 
-class SlowMemory:
-    """Takes 10 ms to be mapped."""
-
-    mapped = 0
-
-    def __init__(self, *_):
-        time.sleep(0.01)
-        SlowMemory.mapped += 1
-
-    def close(self):
-        SlowMemory.mapped -= 1
-
-
-def test_mapping_that_would_take_too_long_is_given_up_and_says_which_part_would_not(monkeypatch):
-    monkeypatch.setattr(replay_items, "PeerMemory", SlowMemory)
-    memory, part = replay_items._mapped([None] * 100, dict.fromkeys(range(100), ()), within_s=0.5)
-    assert not memory
-    assert 0.1 < part <= 0.5
-    assert SlowMemory.mapped == 0
-    memory, part = replay_items._mapped([None] * 4, dict.fromkeys(range(1, 4), ()), within_s=math.inf)
-    assert (list(memory), part) == ([1, 2, 3], 1.0)
-
-
 def waiting(here, file):
     Path(file).write_text(str(os.getpid()))
     time.sleep(100)
@@ -265,11 +241,6 @@ def test_the_next_item_waits_until_the_last_process_of_a_group_has_ended():
         assert select.select([pipe], [], [], 0) == ([pipe], [], [])
 
 
-def test_what_needs_more_gpus_is_skipped_by_name():
-    (row,) = runner.run([Item(20, "two GPUs: any", "", right, gpus=2)], NOWHERE, 1)
-    assert (row.verdict, row.why) == ("skipped", "needs 2 GPUs")
-
-
 def test_a_run_goes_on_with_the_items_that_have_not_passed(tmp_path):
     path = tmp_path / "gpu.json"
     first, _, _ = rehearsed(path, "--only", "peer access", "watchdog")
@@ -288,39 +259,12 @@ def test_a_run_goes_on_with_the_items_that_have_not_passed(tmp_path):
         facts.passed(path, head["host"])
 
 
-def test_items_that_tell_most_come_first():
-    assert [item.name for item in items.ITEMS[: len(items.FIRST)]] == list(items.FIRST)
-    assert len({item.name for item in items.ITEMS}) == len(items.ITEMS)
-
-
 def test_items_are_chosen_by_number_or_by_words():
     assert {item.number for item in items.chosen(["8"])} == {8}
     assert {item.number for item in items.chosen(["replay", "8"])} == {8, 18}
     assert items.chosen([]) == items.ITEMS
     with pytest.raises(SystemExit, match="no item is called 99"):
         items.chosen(["99"])
-
-
-@pytest.mark.parametrize("name", recording.recorded())
-def test_recordings_are_small_and_write_each_element_once(name):
-    path = recording.recorded()[name]
-    assert path.stat().st_size < 1 << 20
-    found = recording.load(path)
-    sizes = {name: numel for name, (numel, _) in found.targets.items()}
-    written = dict.fromkeys(sizes, 0)
-    for copy in found.copies:
-        written[copy.target] += copy.region.numel
-        last = copy.offset + sum((n - 1) * s for n, s in zip(copy.region.count, copy.strides, strict=True))
-        assert last < sizes[copy.target]
-    assert all(written[name] <= sizes[name] for name in sizes)
-
-
-def test_a_pattern_depends_on_place_and_number():
-    made = [torch.empty(5000, dtype=torch.uint8) for _ in range(2)]
-    for number, tensor in enumerate(made):
-        pattern(number, tensor)
-    assert not torch.equal(*made)
-    assert len(set(made[0].tolist())) > 200
 
 
 @pytest.mark.parametrize("numel", [0, 1, 70_000, 300_000])

@@ -1,6 +1,5 @@
 """The driver's calls against cuda.h: attribute numbers, flags, argument types, and errors by name."""
 
-import ctypes
 import re
 from pathlib import Path
 
@@ -14,7 +13,7 @@ NOT_SUPPORTED, INVALID_VALUE = 801, 1
 
 
 class Libcuda:
-    """One allocation at 0x7000, which device 0 sees; calls are recorded with plain values."""
+    """One allocation at 0x7000; calls are recorded with plain values."""
 
     def __init__(self, has_handle=1, refuses_read_only=False, seen_at=None):
         self.calls = []
@@ -25,19 +24,6 @@ class Libcuda:
         if not 0x7000 <= address.value < 0x8000:
             return INVALID_VALUE
         value._obj.value = self._attributes[attribute]
-        return 0
-
-    def cuIpcGetMemHandle(self, handle, base):
-        ctypes.memset(handle._obj.reserved, base.value >> 8, ctypes.sizeof(handle._obj))
-        return 0
-
-    def cuIpcOpenMemHandle_v2(self, address, handle, flags):
-        self.calls.append(("open", bytes(handle.reserved), flags.value))
-        address._obj.value = 0x9000
-        return 0
-
-    def cuIpcCloseMemHandle(self, address):
-        self.calls.append(("close", address.value))
         return 0
 
     def cuMemHostRegister_v2(self, address, nbytes, flags):

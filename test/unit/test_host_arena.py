@@ -2,7 +2,6 @@
 
 import gc
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -74,28 +73,6 @@ def test_the_arena_keeps_no_shard_alive(gpu):
     gc.collect()
     assert all(storage.expired() for storage in kept)
     publisher.close()
-
-
-def memory_files():
-    """The descriptors of memory that other processes can map."""
-    links = [Path("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
-    names = [os.readlink(link) for link in links if os.path.lexists(link)]
-    return sum(name.startswith(("/dev/shm/", "/memfd:")) for name in names)
-
-
-def test_shards_of_other_shapes_get_another_arena_and_none_is_kept(gpu):
-    exporter = MemoryExporter(0)
-    before = memory_files()
-    first = exporter.export([torch.ones(3)])
-    second = exporter.export([torch.ones(4)])
-    assert first.storages != second.storages
-    gc.collect()
-    assert memory_files() == before + 1
-    exporter.export([gpu.allocate(16)])  # back on the GPU
-    assert memory_files() == before
-    exporter.export([torch.ones(3)])
-    exporter.close()
-    assert memory_files() == before
 
 
 def test_too_little_shared_memory_leaves_p2p(gpu, monkeypatch):
