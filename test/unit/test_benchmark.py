@@ -1,7 +1,6 @@
 """Figures of the benchmark follow from its inputs; its comparison can fail; documents have the tables of results."""
 
 import collections
-import itertools
 import math
 
 import pytest
@@ -13,7 +12,6 @@ from benchmark.exactness import bit_exact
 from benchmark.models import Qwen3
 from benchmark.timing import Timed
 from benchmark.trainer import Seen
-from benchmark.weights import FINAL_VERSION, version_of
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.observability.report import RankReport, UpdateReport
 from tools.oracle.digests import differing, digests
@@ -38,12 +36,8 @@ def engine(version):
     return [digests(Live(version)) for _ in range(2)]
 
 
-def test_the_same_weights_on_every_rank_are_bit_exact():
-    assert bit_exact(engine(1), engine(2), engine(2))
-    assert differing(engine(2), engine(2)) == []
-
-
 def test_one_spoiled_tensor_on_one_rank_is_seen():
+    assert bit_exact(engine(1), engine(2), engine(2))
     spoiled = Live(2)
     spoiled.a.data.view(torch.int32)[1, 2] ^= 1
     after = [digests(Live(2)), digests(spoiled)]
@@ -111,14 +105,6 @@ def test_where_none_of_our_paths_ran_what_is_lacking_is_not_known():
 @pytest.mark.parametrize(("percent", "value"), [(0, 1), (50, 2.5), (95, 3.85), (100, 4)])
 def test_percentiles_lie_between_values(percent, value):
     assert rows.percentile([4, 1, 3, 2], percent) == pytest.approx(value)
-
-
-@pytest.mark.parametrize("updates", [2, 12, 300])
-def test_every_update_brings_another_version_and_the_last_the_final_one(updates):
-    versions = [version_of(update, updates) for update in range(updates)]
-    assert all(a != b for a, b in itertools.pairwise(versions))
-    assert versions[-1] == FINAL_VERSION
-    assert 0 < min(versions) <= max(versions) < 1 << 7, "more bits than a bfloat16's mantissa has could make a NaN"
 
 
 def test_the_table_says_what_is_not_bit_exact(tmp_path):

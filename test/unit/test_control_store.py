@@ -168,16 +168,6 @@ def test_a_late_gather_is_late_for_all_who_are_there_and_all_who_come(table):
     assert table.quota.names == 0
 
 
-def test_a_late_gather_is_forgotten_with_its_scope(table):
-    ask(table, "a", "enter", "s", "a", "")
-    gather(table, "a", 0, timeout_s=1, scope="s")
-    later(table, 1.0)
-    assert not table.store.empty
-    ask(table, "a", "delete_scope", "s")
-    assert table.store.empty
-    assert gather(table, "b", 1) == []
-
-
 def test_a_place_in_a_gather_is_taken_once(table):
     gather(table, "a", 0, data=b"first")
     ((member, refused),) = gather(table, "b", 0, data=b"second")

@@ -98,25 +98,19 @@ def launched(pairs):
     return launches
 
 
-@given(pairs_of_views())
-@settings(max_examples=5 * EXAMPLES, deadline=None)
-def test_tables_say_what_torch_copies(drawn):
+SMALL = DEFAULT_TILING._replace(nbytes=512, strided_columns=16, run=2, max_rows=7)
+
+
+@pytest.mark.parametrize("tiling", [DEFAULT_TILING, SMALL])
+@given(drawn=pairs_of_views())
+@settings(max_examples=3 * EXAMPLES, deadline=None)
+def test_tables_say_what_torch_copies(tiling, drawn):
     memory, pairs = drawn
     expected = copied_by_torch(memory, pairs)
-    launches, rest = launches_of(pairs)
+    launches, rest = launches_of(pairs, tiling)
     assert not rest
     for launch in launches:
-        run_in_numpy(launch, memory)
-    assert torch.equal(memory, expected)
-
-
-@given(pairs_of_views())
-@settings(max_examples=2 * EXAMPLES, deadline=None)
-def test_so_they_do_of_other_tiles_and_of_boxes_that_are_cut(drawn):
-    memory, pairs = drawn
-    expected = copied_by_torch(memory, pairs)
-    for launch in launches_of(pairs, DEFAULT_TILING._replace(nbytes=512, strided_columns=16, run=2, max_rows=7))[0]:
-        assert (launch.boxes[:, 4] <= 7).all()
+        assert (launch.boxes[:, 4] <= tiling.max_rows).all()
         run_in_numpy(launch, memory)
     assert torch.equal(memory, expected)
 

@@ -82,9 +82,14 @@ def test_an_order_that_strides_and_spec_both_state_is_taken(mesh):
     assert [rows_of(found, rank) for rank in range(4)] == [[(0, 2)], [(4, 6)], [(2, 4)], [(6, 8)]]
 
 
-def test_an_order_that_strides_do_not_state_is_refused(mesh):
-    tensor = of_spec(mesh, (_StridedShard(0, split_factor=4), Shard(0)))
-    object.__setattr__(tensor._spec, "shard_order", (ShardOrderEntry(0, (1, 0)),))
+@pytest.mark.parametrize(
+    ("placements", "order"),
+    [((_StridedShard(0, split_factor=4), Shard(0)), (1, 0)), (BOTH, (1,))],
+    ids=["of other strides", "of other placements"],
+)
+def test_an_order_that_does_not_go_with_the_placements_is_refused(mesh, placements, order):
+    tensor = of_spec(mesh, placements)
+    object.__setattr__(tensor._spec, "shard_order", (ShardOrderEntry(0, order),))
     with pytest.raises(Unsupported, match="which do not go together"):
         read(tensor)
 
@@ -98,13 +103,6 @@ def test_dimensions_counted_from_the_last_are_refused(mesh):
 def test_a_name_that_is_no_string_is_refused(mesh):
     with pytest.raises(Unsupported, match=r"trainer rank 1: 7: a name must be a string, not a int"):
         describe([(7, WHOLE)], trainer_rank=1, global_ranks=(0, 1, 2, 3))
-
-
-def test_an_order_that_is_not_of_the_placements_is_refused(mesh):
-    tensor = of_spec(mesh)
-    object.__setattr__(tensor._spec, "shard_order", (ShardOrderEntry(0, (1,)),))
-    with pytest.raises(Unsupported, match="which do not go together"):
-        read(tensor)
 
 
 def test_another_order_of_the_same_memory_is_a_change(mesh):

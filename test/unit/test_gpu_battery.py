@@ -51,6 +51,7 @@ def test_every_item_passes_on_virtual_cards_or_says_why_it_cannot_run(tmp_path, 
     assert done.returncode == 0
 
 
+@pytest.mark.sweep
 def test_items_that_once_needed_90_gib_fit_a_card_of_24_and_say_what_they_took(tmp_path):
     rows, _, done = rehearsed(tmp_path / "gpu.json", "--card", "22", "--only", "rate", "cost", "replay of qwen3-8b")
     assert {row["verdict"] for row in rows.values()} == {"pass"}, done.stderr[-4000:]
