@@ -265,23 +265,6 @@ def test_a_large_box_is_cut_into_tiles_of_16_kib():
     assert (np.diff(launch.tiles[:64]) == 1).all()
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "kind"),
-    [
-        (304, 512, (4, "transposed", 64, 64)),
-        (300, 500, (4, "transposed", 64, 64)),
-        (301, 500, (1, "transposed", 32, 64)),
-        (20, 500, (4, "transposed", 8, 512)),
-        (500, 20, (4, "transposed", 512, 8)),
-        (8, 500, (1, "strided", 64, 64)),  # too few for a tile of their own
-    ],
-)
-def test_a_transposed_box_is_copied_in_tiles_that_are_contiguous_on_both_sides(rows, columns, kind):
-    (launch,) = launched([(torch.empty(rows, columns), torch.empty(columns, rows).t())])
-    assert launch.kind[2:] == kind
-    assert launch.boxes[0, 8] == 1  # the source's contiguous dimension is the last one of rows
-
-
 def test_more_than_31_bits_of_elements():
     """Only the last tiles are run: of what is not touched the memory is not there."""
     n = (1 << 31) + (1 << 20) + 7

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmark import pages
-from benchmark.gpu import facts, items, rate_items, recording, rehearsal, replay_items, runner
+from benchmark.gpu import facts, items, rate_items, rehearsal, runner
 from benchmark.gpu.item import Bench, Item, Skip
 from benchmark.gpu.place import DEVICE, GIB, MIB, Place, pattern, same_bytes
 from support.copy_tables import interpreted
@@ -60,30 +60,6 @@ def test_items_that_once_needed_90_gib_fit_a_card_of_24_and_say_what_they_took(t
     assert 0 < rate["contiguous_bytes"] < rate["contiguous_bytes_on_a_larger_card"] == 8 * MIB
     replayed = rows["replay of qwen3-8b-tp4"]["seen"]
     assert 0 < replayed["source_bytes"] < replayed["source_bytes_of_the_model"]
-
-
-@pytest.mark.parametrize(
-    ("name", "card_gib", "whole"),
-    [
-        ("qwen3-30b-a3b-tp8", 78, True),  # 61 GB of shards, which are packed in blocks
-        ("qwen3-30b-a3b-tp8", 22, False),
-        ("qwen3-8b-tp4", 22, False),
-        ("deepseek-v3-slice-tp8-ep8", 22, True),
-    ],
-)
-def test_a_replay_takes_the_whole_model_where_it_fits(name, card_gib, whole):
-    found = recording.load(recording.recorded()[name])
-    contexts, kept_free = 2 * 600 * MIB, card_gib * GIB // 20
-    most = card_gib * GIB - contexts - kept_free
-    part = replay_items.part_of(found, most, len(found.copies))
-    assert (part.copies == found.copies) == whole
-    assert len(part.copies) > 50
-    held = {spec.name: spec.spec.nbytes for spec in part.layout.tensors}
-    live = {name: numel * getattr(torch, dtype).itemsize for name, (numel, dtype) in part.targets.items()}
-    assert held.keys() == {copy.source for copy in part.copies}
-    assert live.keys() == {copy.target for copy in part.copies}
-    allocated = sum(held.values()) * 1.06 + sum(live.values())  # five shards of 384 KiB in a block of 2 MiB
-    assert allocated + max(held.values()) + 2 * max(live.values()) < most
 
 
 def test_a_rehearsal_writes_a_row_for_each_item_and_the_page_shows_it(tmp_path):
