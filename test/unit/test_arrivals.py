@@ -127,16 +127,6 @@ def test_each_is_quantized_when_its_last_part_is_there(data):
         assert torch.equal(toy.get_parameter(f"{name}_scale_inv"), scales[0])
 
 
-def test_what_is_read_from_mapped_memory_fills_a_bucket_at_a_time():
-    toy, weights = model_of([(8, 16)] * 20)  # of 256 bytes
-    program = trace(toy, specs_of(weights))
-    landing = converting(Landing(program), CPU, 1100)
-    landing.place([], program.targets)
-    assert (landing.turns, landing.nbytes) == (5, 1024)
-    assert [landing.turn_of(target) for target in program.arrivals] == [n // 4 for n in range(20)]
-    assert landing.turn_of("layers.0.weight") is None
-
-
 def test_a_route_that_does_not_know_of_conversions_is_refused():
     toy, weights = model_of([(4, 4), (8, 6)])
     program = trace(toy, specs_of(weights))

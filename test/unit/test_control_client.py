@@ -53,14 +53,6 @@ def test_a_server_does_not_announce_an_address_that_nobody_can_connect_to(interf
     settles(census, before)
 
 
-def test_many_threads_wait_on_one_client(clients, threads):
-    a, b, _ = clients
-    waits = [threads.submit(a.get, [f"k{n}"], SOON_S) for n in range(24)]
-    for n in reversed(range(24)):
-        b.set({f"k{n}": b"%d" % n})
-    assert [w.result(SOON_S) for w in waits] == [[b"%d" % n] for n in range(24)]
-
-
 def test_sessions_of_a_server_are_apart(control_server, clients):
     with ControlClient(control_server.address.named("other"), SOON_S) as other:
         clients[0].set({"x": b"1"})
@@ -89,34 +81,6 @@ def test_a_wait_may_be_as_long_as_one_likes(clients, threads, timeout_s):
         clients[1].get(["y"], 0.2)
     clients[1].set({"x": b"1"})
     assert waiting.result(SOON_S) == [b"1"]
-
-
-def test_an_abort_ends_waits_and_is_heard_by_watchers_once(clients, threads):
-    a, b, c = clients
-    heard = []
-    again = threading.Event()
-    b.enter("s", "rank 1")
-    b.watch("s", heard.append)
-    waits = [
-        threads.submit(b.get, ["x"], SOON_S, "s"),
-        threads.submit(b.all_gather, "g", 0, 2, b"", SOON_S, "s"),
-    ]
-    a.cancel("s", "rank 0 ran out of memory")
-    a.cancel("s", "another reason")
-    for w in waits:
-        with pytest.raises(Aborted, match=r"^rank 0 ran out of memory$"):
-            w.result(SOON_S)
-    settles(lambda: heard, ["rank 0 ran out of memory"])
-    c.watch("s", lambda reason: (heard.append(reason), again.set()))
-    assert again.wait(SOON_S)
-    assert heard == ["rank 0 ran out of memory"] * 2
-    c.enter("s", "rank 2")
-    with pytest.raises(Aborted, match="memory"):
-        c.get([], SOON_S, "s")
-    a.delete_scope("s")
-    a.num_keys()
-    c.enter("s", "rank 2")
-    c.get([], SOON_S, "s")
 
 
 def test_who_left_does_not_hear_and_does_not_abort(control_server, clients):

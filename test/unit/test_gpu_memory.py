@@ -95,15 +95,6 @@ def test_memory_without_handles_is_published_with_the_reason(gpu):
     assert unreadable_reason(handles, 5, GPU) == handles.reason
 
 
-def test_one_handle_tells_whether_a_rank_can_be_mapped(gpu):
-    handles = MemoryExporter(0).export(some_shards(gpu))
-    assert unreadable_reason(handles, 0, GPU) == ""
-    assert (gpu.count("open"), gpu.count("close")) == (1, 1)
-    gpu.without_handles = "no peer access"
-    assert "cannot be mapped for cuda:3" in unreadable_reason(handles, 0, GPU)
-    assert "cannot be mapped by an engine rank on cpu" in unreadable_reason(handles, 0, CPU)
-
-
 @pytest.mark.parametrize("broken", [0, MARK_WORDS - 1])
 def test_memory_that_reads_as_other_bytes_cannot_be_mapped(gpu, broken):
     """Behind PCIe ACS or an IOMMU reads from GPU to GPU may end, and bring what nobody wrote."""
