@@ -42,12 +42,6 @@ def test_what_is_needed_at_the_same_time_does_not_overlap(given_lifetimes):
     assert total <= sum(padded)
 
 
-def test_memory_is_used_again():
-    offsets, total = share_memory([Lifetime(turn, turn + 1, 1024) for turn in range(100)])
-    assert total == 2048
-    assert sorted(set(offsets)) == [0, 1024]
-
-
 class Linear(torch.nn.Module):
     def __init__(self, rows, columns):
         super().__init__()
@@ -133,25 +127,6 @@ def test_each_is_quantized_when_its_last_part_is_there(data):
         assert torch.equal(toy.get_parameter(f"{name}_scale_inv"), scales[0])
 
 
-def test_what_is_read_from_mapped_memory_fills_a_bucket_at_a_time():
-    toy, weights = model_of([(8, 16)] * 20)  # of 256 bytes
-    program = trace(toy, specs_of(weights))
-    landing = converting(Landing(program), CPU, 1100)
-    landing.place([], program.targets)
-    assert (landing.turns, landing.nbytes) == (5, 1024)
-    assert [landing.turn_of(target) for target in program.arrivals] == [n // 4 for n in range(20)]
-    assert landing.turn_of("layers.0.weight") is None
-
-
-def test_messages_in_order_need_little():
-    toy, weights = model_of([(8, 16)] * 20)
-    program = trace(toy, specs_of(weights))
-    landing = converting(Landing(program), CPU, 1100)
-    of_turn = [set(list(program.arrivals)[4 * turn : 4 * turn + 5]) for turn in range(5)]  # some are cut
-    landing.place(of_turn, ())
-    assert landing.nbytes == 5 * 256, "three of its own turn, and one that it shares with either neighbour"
-
-
 def test_a_route_that_does_not_know_of_conversions_is_refused():
     toy, weights = model_of([(4, 4), (8, 6)])
     program = trace(toy, specs_of(weights))
@@ -165,14 +140,6 @@ def test_a_route_that_does_not_know_of_conversions_is_refused():
         landing.check(None)
     landing.arrived(1)
     assert landing.check(None) == ""
-
-
-def test_a_program_without_arrivals_needs_nothing():
-    toy = Toy(load, w=(4, 4))
-    program = trace(toy, specs_of({"w": torch.zeros(4, 4)}))
-    landing = converting(Landing(program), CPU, 100)
-    landing.place([{"w"}], {"w"})
-    assert (landing.turns, landing.nbytes, landing.program) == (0, 0, program)
 
 
 @pytest.mark.parametrize("experts", [1, 3, 7])

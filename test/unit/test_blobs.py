@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_reshard.errors import DeadlineExceeded, Mismatch
-from sglang_reshard.protocol.session import Session, handles_key, of_engine
+from sglang_reshard.protocol.session import Session, handles_key
 
 NAMES = ("model.embed_tokens.weight", "lm_head.weight")
 WHAT = "the names of trainer rank 3"
@@ -16,12 +16,6 @@ def session():
     session.end(1)
 
 
-def test_a_value_lies_under_its_content_hash(session):
-    digest = session.put(NAMES)
-    assert session.get(digest, tuple[str, ...], WHAT, 1) == NAMES
-    assert session.put(NAMES) == digest != session.put(NAMES[:1])
-
-
 def test_ranks_that_publish_the_same_delete_their_own_only(session):
     digest = session.put(NAMES, handles_key(0))
     assert session.put(NAMES, handles_key(1)) == digest
@@ -29,16 +23,6 @@ def test_ranks_that_publish_the_same_delete_their_own_only(session):
     assert session.get(handles_key(1, digest), tuple[str, ...], WHAT, 1) == NAMES
     with pytest.raises(DeadlineExceeded):
         session.get(handles_key(0, digest), tuple[str, ...], WHAT, 0)
-
-
-@pytest.mark.parametrize("key", [of_engine(0, "send_request/1/c0ffee/2"), of_engine(0, "remote_shards/1")])
-def test_a_value_under_its_publishers_key_is_replaced(session, key):
-    session.put(NAMES, key, hashed=False)
-    session.put(NAMES[:1], key, hashed=False)
-    assert session.get(key, tuple[str, ...], WHAT, 1, hashed=False) == NAMES[:1]
-    session.end_engine(0)
-    with pytest.raises(DeadlineExceeded):
-        session.get(key, tuple[str, ...], WHAT, 0, hashed=False)
 
 
 def test_an_error_says_what_and_whose_it_is(session):

@@ -96,17 +96,6 @@ def rows_of(first, last):
     return load
 
 
-def gate_and_up(toy, weights):
-    """Loads the first halves of two matrices, one beneath the other."""
-    for name, tensor in weights:
-        if name == "norm":
-            toy.norm.data.copy_(tensor)
-            continue
-        own, half = name.removesuffix("_scale_inv"), tensor.shape[0] // 2
-        parameter = toy.linear.weight_scale_inv if own != name else toy.linear.weight
-        parameter.data[half * ["gate", "up"].index(own) :][:half].copy_(tensor[:half])
-
-
 def quantized(weights):
     found = {}
     for name, tensor in weights.items():
@@ -155,16 +144,6 @@ def test_a_cut_through_a_block_reads_the_whole_block(first, last):
     (copy,) = [c for c in program.copies if c.source == "w"]
     assert copy.region.start == (first // 4 * 4, 0)
     assert copy.region.count == (-(-last // 4) * 4 - first // 4 * 4, 8)
-
-
-def test_fused_matrices():
-    check(lambda: model(gate_and_up, 8, 12), {"gate": random(8, 12), "up": random(8, 12, seed=1), "norm": NORM})
-
-
-def test_some_tensors_may_be_quantized_already():
-    weights = quantized({"w": random(8, 8)}) | {"norm": NORM}
-    program = trace(model(rows_of(0, 8), 8, 8), specs_of(weights))
-    assert not program.arrivals
 
 
 def test_an_engine_without_blocks_refuses():

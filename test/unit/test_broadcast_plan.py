@@ -29,38 +29,6 @@ def plan_of(layout, copies, bucket_bytes, hosts=None):
     return index, plan_broadcast(index, demands, hosts or [HOST] * layout.trainer_ranks, bucket_bytes)
 
 
-def arrivals(index, plan, engine_rank):
-    """Yields (tensor, box) of everything that reaches an engine rank."""
-    for i in plan.direct_reads[engine_rank].nonzero()[0].tolist():
-        yield int(index.tensor_of(i)), index.shard(i).box
-    for bucket in plan.buckets:
-        if engine_rank in plan.groups[bucket.group].members:
-            yield from ((int(index.tensor_of(s.shard)), s.box) for s in plan.bucket_segments(index, bucket))
-
-
-@given(jobs())
-def test_every_needed_element_reaches_its_engine_rank_exactly_once(job):
-    layout, copies, bucket_bytes = job
-    index, plan = plan_of(layout, copies, bucket_bytes)
-    for rank, own in enumerate(copies):
-        arrived = list(arrivals(index, plan, rank))
-        for copy in own:
-            tensor = index.index_of[copy.source]
-            hits = [copy.region.intersect(box) for t, box in arrived if t == tensor]
-            assert sum(hit[0].numel for hit in hits if hit) == copy.region.numel
-
-
-@given(jobs())
-def test_trainer_ranks_are_read_only_for_shards_they_hold(job):
-    index, plan = plan_of(*job)
-    for bucket in plan.buckets:
-        group = plan.groups[bucket.group]
-        assert group.leader in group.members
-        for segment in plan.bucket_segments(index, bucket):
-            assert group.trainer_rank in index.shard(segment.shard).ranks
-            assert segment.box.intersect(index.shard(segment.shard).box) == segment.box
-
-
 @given(jobs())
 def test_buckets_are_bounded_and_segments_do_not_overlap(job):
     layout, copies, bucket_bytes = job
@@ -74,11 +42,6 @@ def test_buckets_are_bounded_and_segments_do_not_overlap(job):
             end = segment.offset + segment.box.numel * item
         assert end <= bucket.nbytes <= max(bucket_bytes, item) + ALIGN_BYTES
         assert end <= max(bucket_bytes, item)
-
-
-@given(jobs())
-def test_the_plan_is_the_same_on_every_rank(job):
-    assert plan_of(*job)[1].digest() == plan_of(*job)[1].digest()
 
 
 def test_tp4_to_tp16_is_four_groups_of_four_led_by_rank_4k():

@@ -22,7 +22,7 @@ from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
 from sglang_reshard.landings.checked.regions import Selection
 from support import copy_tables
 from support.copy_tables import InterpretedGpu, interpreted
-from support.sweep import examples
+from support.sweep import examples, only
 from unit.test_digest import DTYPES, checksum_of, random_bytes, regions, strided, whole_region
 
 pytest.importorskip("triton")
@@ -56,7 +56,7 @@ def test_the_kernel_sums_what_a_cpu_sums(data):
         assert checksum_of(view, shape, region) == expected
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", only(DTYPES, [torch.uint8, torch.bfloat16, torch.float32, torch.int64].__contains__))
 def test_it_reads_all_views_of_a_model(dtype):
     """Rows of more than a program's, columns of more than a tile's, stacked experts, odd rows, and samples of them."""
     for shape, part in (
@@ -76,18 +76,6 @@ def test_it_reads_all_views_of_a_model(dtype):
                 expected = batch.checksums(2, how).tolist()
                 with kernel_alone():
                     assert batch.checksums(2, how).tolist() == expected
-
-
-@pytest.mark.parametrize("item", [1, 2, 4])
-def test_words_are_the_same_however_they_are_aligned(item):
-    dtype = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}[item]
-    memory = random_bytes((6 * 48 + 40,), dtype)
-    for offset, pitch in itertools.product(range(0, 32 // item), (40, 41, 42, 44, 48)):
-        views = [memory.as_strided((6, 40), (pitch, 1), begin) for begin in (offset, 16 // item)]
-        batch = filled(views, RegionSpec.of((6, 40), whole_region((6, 40)), dtype, False))
-        expected = batch.checksums(2, Selection.full()).tolist()
-        with kernel_alone():
-            assert batch.checksums(2, Selection.full()).tolist() == expected
 
 
 CAST = [torch.float32, torch.bfloat16, torch.float16]

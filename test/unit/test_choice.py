@@ -12,13 +12,6 @@ HOSTS = st.lists(st.sampled_from("ab"), min_size=1, max_size=4)
 DIMS = st.tuples(*[st.integers(-1, 1)] * 2, st.integers(-1, 0))
 
 
-def test_memory_is_read_on_one_host():
-    strategy = tensor_parallel_strategy("auto", "aaaa", "aaaa")
-    assert (strategy.name, strategy.reason) == ("ipc", "auto: engine ranks read memory of their own hosts")
-    assert not strategy.round_bytes.any()
-    assert strategy.groups == ()
-
-
 def test_trainer_ranks_send_between_hosts_and_are_read_on_one():
     strategy = tensor_parallel_strategy("auto", "aabb", "aabb")
     assert strategy.name == "ipc+p2p"
@@ -38,12 +31,6 @@ def test_trainer_and_engine_on_different_hosts():
         tensor_parallel_strategy("ipc", "aaaa", "bb")
     with pytest.raises(Unsupported, match=r"trainer rank 0 .*transport='p2p'"):
         tensor_parallel_strategy("broadcast", "aaaa", "bb")
-
-
-@pytest.mark.parametrize("transport", ["ipc", "p2p", "broadcast", "nixl"])
-def test_a_requested_transport_is_used(transport):
-    strategy = tensor_parallel_strategy(transport, "aaaa", "aaaa")
-    assert (strategy.name, strategy.reason) == (transport, "requested")
 
 
 def test_an_unknown_transport_is_refused():

@@ -12,7 +12,6 @@ import pytest
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.plan import ClusterTopology, RankDemand, RankLocation, TensorIndex, plan_reads, rank_demand
-from sglang_reshard.plan.topology import Relation
 from sglang_reshard.routes.choice import choose_strategy
 from sglang_reshard.routes.strategy import Strategy
 from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor
@@ -133,19 +132,6 @@ def test_engines_on_some_of_the_trainer_hosts(hosts, tp, strategy, members):
     assert [len(group) for group in found.groups] == members
 
 
-@pytest.mark.parametrize(("hosts", "shards", "tp"), [(2, 8, 8), (4, 8, 4), (2, 8, 16), (4, 8, 32)])
-def test_hsdp_replicas_on_a_host_are_read_there(hosts, shards, tp):
-    found = Cluster(places(8 * hosts), places(tp), shards).chosen()
-    assert found.name == "ipc"
-    assert not found.groups
-
-
-def test_disjoint_gpus_of_one_host_are_read_through_peer_access():
-    found = Cluster(places(4), places(4, 4)).chosen()
-    assert found.name == "ipc"
-    assert Cluster(places(4), places(4, 4)).chosen("p2p").groups == (tuple(range(8)),)
-
-
 def no_peer_access(trainer: Place, engine: Place) -> str:
     apart = {trainer.number, engine.number} == {0, 7}
     return "there is no peer access between them; look at nvidia-smi topo -p2p r" if apart else ""
@@ -162,11 +148,6 @@ def test_a_pair_without_peer_access_is_sent_what_others_read():
         cluster.chosen("ipc")
 
 
-def test_another_replica_on_the_host_is_read_instead():
-    found = Cluster(places(8), places(4), shards=4, unreadable=no_peer_access).chosen()
-    assert found.name == "ipc"
-
-
 def expandable(trainer: Place, engine: Place) -> str:
     return EXPANDABLE
 
@@ -181,21 +162,6 @@ def test_memory_without_handles_on_the_same_gpu_is_refused_with_the_cure(transpo
             f"engine rank 0 cannot map the memory of trainer rank 0: {EXPANDABLE}. Nor can weights be sent: trainer "
             "rank 0 and engine rank 0 share one GPU (GPU-host 0-0), and NCCL accepts a GPU only once in a communicator"
         )
-
-
-def test_memory_without_handles_on_disjoint_gpus_is_sent():
-    found = Cluster(places(4), places(4, 4), unreadable=expandable).chosen()
-    assert found.name == "p2p"
-    assert "engine ranks read nothing; engine rank 0 cannot map the memory of trainer rank 0: " in found.reason
-    assert "its GPU memory has no CUDA IPC handle" in found.reason
-
-
-def test_replicas_without_handles_are_sent_by_other_gpus_than_the_engine_rank_s_own():
-    """HSDP of two replicas: what is on an engine rank's GPU is on another one, too."""
-    found = Cluster(places(8), places(4), shards=4, unreadable=expandable).chosen()
-    assert found.name == "p2p"
-    for trainer_rank, engine_rank in np.argwhere(found.round_bytes).tolist():
-        assert trainer_rank != engine_rank
 
 
 @pytest.mark.parametrize(
@@ -284,17 +250,6 @@ def test_auto_broadcasts_what_cannot_be_sent_if_that_can_be_done():
     assert found.digest() == cluster.chosen("broadcast").digest()
     with pytest.raises(Unsupported, match="engine rank 1 on host 1 needs shards"):
         cluster.chosen("ipc")
-
-
-def test_relations():
-    cluster = Cluster(places(16), places(2), unreadable=no_peer_access)
-    _, _, topology = cluster.planned()
-    assert [topology.relation(t, 0) for t in (0, 1, 7, 8)] == [
-        Relation.SAME_GPU,
-        Relation.SAME_HOST,
-        Relation.UNREADABLE,
-        Relation.OTHER_HOST,
-    ]
 
 
 def test_broadcasts_are_led_by_ranks_that_can_read():

@@ -1,4 +1,4 @@
-"""`python -m benchmark.compare` notices every outcome that differs, and nothing that is only measured."""
+"""The comparisons of results notice every outcome that differs, and what got worse by more than noise."""
 
 import copy
 import json
@@ -9,6 +9,7 @@ import pytest
 
 from benchmark import results
 from benchmark.compare import differences, outcomes
+from benchmark.guard import other_host, worse
 
 FAULTS, ARCHITECTURES, DEMO = (
     json.loads((results.FOLDER / name).read_text()) for name in ("faults.json", "architectures.json", "demo.json")
@@ -95,3 +96,20 @@ def test_the_command_exits_with_1_on_a_difference(tmp_path):
 def test_other_json_is_refused():
     with pytest.raises(ValueError, match="neither"):
         outcomes({"some": "thing"})
+
+
+def row(path, ratio, spread=0.1):
+    return {"case": "dense", "path": path, "times_limit": ratio, "seconds_median": 1.0, "seconds_p95": 1 + spread}
+
+
+def test_only_what_is_beyond_the_noise_of_both_runs_is_named():
+    old = [row("ipc", 1.0), row("p2p", 2.0), row("gone", 1.0), row("auto", 1.0, 0.5), row("stock", 80.0)]
+    new = [row("ipc", 1.3), row("p2p", 2.3), row("new", 9.0), row("auto", 1.5), row("stock", 109.0)]
+    assert worse(old, new) == ["dense, ipc: 1.30 times the copy, 1.00 before; noise 20%"]
+    assert worse(old, old) == worse(new, []) == []
+
+
+def test_another_kind_of_host_is_named():
+    here, there = ({"host": {"cpu": cpu, "cores": 2}} for cpu in ("AMD EPYC", "Intel Xeon"))
+    assert other_host(here, here) == ""
+    assert other_host(there, here) == "the earlier results are of 2 cores of Intel Xeon, these of 2 of AMD EPYC"

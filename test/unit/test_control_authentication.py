@@ -1,6 +1,7 @@
 """Whoever does not know the session's key, and whoever meddles with a connection of one who does."""
 
 import contextlib
+import itertools
 import logging
 import socket
 import time
@@ -9,20 +10,25 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from sglang_reshard.control import ControlClient, ControlServer, server
+from sglang_reshard.control import Address, ControlClient, ControlServer, server
 from sglang_reshard.control.connection import (
     ANSWER_BYTES,
     MAGIC,
+    MAX_FRAME_BYTES,
     OPENING_BYTES,
+    FrameReader,
     FrameWriter,
     directions,
     proof,
+    read_message,
+    read_request,
 )
-from sglang_reshard.control.protocol import Result
+from sglang_reshard.control.protocol import ProtocolError
 from sglang_reshard.errors import ConnectionLost, Unauthorized
 
 SOON_S = 60.0
 HELLO = (0, "hello", ("s",))
+TOO_LONG = MAX_FRAME_BYTES + 41
 
 
 @pytest.fixture
@@ -65,7 +71,7 @@ def knock(address, *pieces):
 
 
 def authentic(address):
-    """A connection that has proved itself, done by hand: with it what it has sent, and what makes frames for it."""
+    """A connection that has proved itself, done by hand, what seals for it, and what it has said."""
     connection = socket.create_connection((address.host, address.port), SOON_S)
     nonce, key = b"n" * 32, address.secret()
     connection.sendall(MAGIC + nonce)
@@ -73,9 +79,9 @@ def authentic(address):
     while len(answer) < ANSWER_BYTES:
         answer += connection.recv(ANSWER_BYTES - len(answer))
     nonces = nonce, answer[:32]
-    proved = proof(key, b"client", *nonces)
-    connection.sendall(proved)
-    return connection, (MAGIC + nonce, proved), directions(key, b"client", b"server", *nonces)[0]
+    own = proof(key, b"client", *nonces)
+    connection.sendall(own)
+    return connection, directions(key, b"client", b"server", *nonces)[0], (MAGIC + nonce, own)
 
 
 def test_garbage_is_refused(host, told):
@@ -146,8 +152,8 @@ def test_many_who_say_nothing_do_not_keep_others_out_for_long(host, monkeypatch)
 @pytest.mark.parametrize(
     ("meant", "why"),
     [
-        (lambda frame: b"\xff\xff\xff\xff" + frame[4:], "a frame of 4294967295 bytes is out of range"),
-        (lambda frame: b"\0\0\0\0" + frame[4:], "a frame of 0 bytes is out of range"),
+        (lambda frame: TOO_LONG.to_bytes(4, "big") + frame[4:], f"a frame of {TOO_LONG} bytes is out of range"),
+        (lambda frame: b"\0\0\0\x27" + frame[4:], "a frame of 39 bytes is out of range"),
         (lambda frame: frame[:-1], "it disconnected in the middle of a frame"),
         (lambda frame: frame[:-1] + bytes([frame[-1] ^ 1]), "not authentic"),
         (lambda frame: bytes(frame) * 2, "repeated or lost"),
@@ -155,7 +161,7 @@ def test_many_who_say_nothing_do_not_keep_others_out_for_long(host, monkeypatch)
     ids=["oversized", "undersized", "truncated", "changed", "repeated"],
 )
 def test_bad_frames_of_one_who_knows_the_key_end_its_connection(host, told, meant, why):
-    connection, _, writer = authentic(host.address)
+    connection, writer, _ = authentic(host.address)
     with connection:
         frame = meant(writer.frame(HELLO))
         connection.sendall(frame)
@@ -176,7 +182,7 @@ def test_bad_frames_of_one_who_knows_the_key_end_its_connection(host, told, mean
     ],
 )
 def test_words_that_have_no_place_end_a_connection(host, told, words, why):
-    connection, _, writer = authentic(host.address)
+    connection, writer, _ = authentic(host.address)
     with connection:
         for word in words:
             connection.sendall(writer.frame(word))
@@ -185,32 +191,28 @@ def test_words_that_have_no_place_end_a_connection(host, told, words, why):
 
 
 def test_a_connection_that_was_recorded_cannot_be_repeated(host, told):
-    connection, (opening, proved), writer = authentic(host.address)
-    with connection:
-        connection.sendall(recorded := writer.frame(HELLO))
-    heard = knock(host.address, opening, proved, recorded)
+    connection, _, recorded = authentic(host.address)
+    connection.close()
+    heard = knock(host.address, *recorded)
     assert len(heard) in (0, ANSWER_BYTES)
     says(told, "it does not have the session's key")
 
 
 def test_frames_of_one_connection_are_of_no_use_in_another(host, told):
-    one, _, writer = authentic(host.address)
-    other, _, _ = authentic(host.address)
-    with one, other:
-        other.sendall(writer.frame(HELLO))
-        hangs_up(other)
+    (first, of_first, _), (second, of_second, _) = (authentic(host.address) for _ in range(2))
+    with first, second:
+        second.sendall(of_second.frame(HELLO))
+        of_first.frame(HELLO)
+        second.sendall(of_first.frame((1, "add", ("n", 5))))
+        hangs_up(second)
     says(told, "not authentic")
 
 
 def test_who_meddles_with_what_a_server_says_is_noticed_by_the_client(host):
-    before = set(host.connections)
-    client = ControlClient(host.address, SOON_S)
-    (connection,) = host.connections - before
-    meddled = FrameWriter(bytes(32)).frame(Result(1, None))
-    connection._server._loop.call_soon_threadsafe(connection.transport.write, meddled)
-    with pytest.raises(ConnectionLost, match="it sent invalid data: a frame is not authentic"):
-        client.get(["never"], SOON_S)
-    client.close()
+    with ControlClient(host.address, SOON_S) as client:
+        client._reader._key = bytes(32)
+        with pytest.raises(ConnectionLost, match="it sent invalid data: a frame is not authentic"):
+            client.num_keys()
 
 
 def test_refusals_do_not_fill_the_log_and_tell_no_secret(told, monkeypatch):
@@ -224,3 +226,53 @@ def test_refusals_do_not_fill_the_log_and_tell_no_secret(told, monkeypatch):
     host.close()
     assert len(told.records) <= 5
     assert host.address.key not in told.text + repr(host.address) + str(vars(host))
+
+
+def test_an_address_does_not_show_its_key():
+    address = Address("session", "127.0.0.1", 5000, "5ec2e7" * 10)
+    named = address.named("update")
+    assert (named.session, named.port, named.key) == ("session/update", 5000, address.key)
+    for shown in (repr(address), str(address), f"{[named]}", repr(address.__rich_repr__())):
+        assert "5ec2e7" not in shown
+
+
+def test_keys_are_of_a_side_and_of_a_connection():
+    secrets, nonces = (bytes(range(32)), bytes(32)), (b"a" * 32, b"b" * 32)
+    keys = set()
+    for key, a, b in itertools.product(secrets, nonces, nonces):
+        for side, other in ((b"client", b"server"), (b"server", b"client")):
+            writer, reader = directions(key, side, other, a, b)
+            keys |= {proof(key, side, a, b), writer._key}
+            with pytest.raises(ProtocolError, match="not authentic"):
+                reader.feed(writer.frame(HELLO))
+    assert len(keys) == 2**5
+
+
+def test_frames_of_the_largest_size_are_waited_for():
+    assert FrameReader(bytes(32)).feed((TOO_LONG - 1).to_bytes(4, "big")) == []
+
+
+@pytest.mark.parametrize(
+    ("read", "messages"),
+    [
+        (
+            read_request,
+            [
+                [1, "set"],
+                [1, "set", [{}, "more"]],
+                [1, "set", [{}], "more"],
+                ["1", "set", [{}]],
+                [1, "add", ["key", True]],
+                [1, "__init__", []],
+                [1, 1, []],
+                {"set": 1},
+                ["Result", 1, None],
+            ],
+        ),
+        (read_message, [[1, "set", [{}]], ["Result", 1], ["Result", 1, "text"], ["Event", "s", "why", 1]]),
+    ],
+)
+def test_messages_of_another_shape_are_not_read(read, messages):
+    for message in messages:
+        with pytest.raises(ProtocolError):
+            read(msgspec.msgpack.encode(message))

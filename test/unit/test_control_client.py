@@ -1,6 +1,5 @@
 """Clients of one control server, in threads of one process."""
 
-import gc
 import os
 import threading
 import time
@@ -54,31 +53,6 @@ def test_a_server_does_not_announce_an_address_that_nobody_can_connect_to(interf
     settles(census, before)
 
 
-def test_keys_are_seen_by_all(clients):
-    a, b, _ = clients
-    a.set({"x": b"1", "y": b""})
-    assert b.get(["y", "x"], SOON_S) == [b"", b"1"]
-    assert b.exists(["x", "z", "y"]) == [True, False, True]
-    b.append("list", b"first")
-    a.append("list", b"second")
-    assert b.get(["list/0", "list/1"], SOON_S) == [b"first", b"second"]
-    assert a.add("n", 3) == 3
-    assert b.add("n", -1) == 2
-    assert b.compare_set("n", b"2", b"9") == b"9"
-    assert a.num_keys() == 6
-    a.delete_keys(["x", "never", "list/0", "list/1", "list", "n"])
-    assert b.num_keys() == 1
-    b.wait(["y"], SOON_S)
-
-
-def test_many_threads_wait_on_one_client(clients, threads):
-    a, b, _ = clients
-    waits = [threads.submit(a.get, [f"k{n}"], SOON_S) for n in range(24)]
-    for n in reversed(range(24)):
-        b.set({f"k{n}": b"%d" % n})
-    assert [w.result(SOON_S) for w in waits] == [[b"%d" % n] for n in range(24)]
-
-
 def test_sessions_of_a_server_are_apart(control_server, clients):
     with ControlClient(control_server.address.named("other"), SOON_S) as other:
         clients[0].set({"x": b"1"})
@@ -88,14 +62,6 @@ def test_sessions_of_a_server_are_apart(control_server, clients):
         with pytest.raises(WaitTimedOut):
             other.all_gather("g", 0, 2, b"", 0.0)
         assert other.num_keys() == 0
-
-
-def test_large_values_arrive_whole(clients, threads):
-    value = os.urandom(1 << 20) * 24
-    setting = threads.submit(clients[0].set, {"big": value})
-    taken = [threads.submit(client.get, ["big"], SOON_S) for client in clients]
-    setting.result(SOON_S)
-    assert all(t.result(SOON_S) == [value] for t in taken)
 
 
 def test_a_late_get_says_what_is_missing_after_its_time_and_not_before(clients):
@@ -115,34 +81,6 @@ def test_a_wait_may_be_as_long_as_one_likes(clients, threads, timeout_s):
         clients[1].get(["y"], 0.2)
     clients[1].set({"x": b"1"})
     assert waiting.result(SOON_S) == [b"1"]
-
-
-def test_an_abort_ends_waits_and_is_heard_by_watchers_once(clients, threads):
-    a, b, c = clients
-    heard = []
-    again = threading.Event()
-    b.enter("s", "rank 1")
-    b.watch("s", heard.append)
-    waits = [
-        threads.submit(b.get, ["x"], SOON_S, "s"),
-        threads.submit(b.all_gather, "g", 0, 2, b"", SOON_S, "s"),
-    ]
-    a.cancel("s", "rank 0 ran out of memory")
-    a.cancel("s", "another reason")
-    for w in waits:
-        with pytest.raises(Aborted, match=r"^rank 0 ran out of memory$"):
-            w.result(SOON_S)
-    settles(lambda: heard, ["rank 0 ran out of memory"])
-    c.watch("s", lambda reason: (heard.append(reason), again.set()))
-    assert again.wait(SOON_S)
-    assert heard == ["rank 0 ran out of memory"] * 2
-    c.enter("s", "rank 2")
-    with pytest.raises(Aborted, match="memory"):
-        c.get([], SOON_S, "s")
-    a.delete_scope("s")
-    a.num_keys()
-    c.enter("s", "rank 2")
-    c.get([], SOON_S, "s")
 
 
 def test_who_left_does_not_hear_and_does_not_abort(control_server, clients):
@@ -366,22 +304,6 @@ def test_who_does_not_read_its_replies_is_dropped(control_server, clients, monke
     stuck.set()
     assert "does not read its replies" in told.text
     assert other.get(["x"], SOON_S) == [bytes(1 << 20)]
-
-
-def test_nothing_is_left_behind():
-    gc.collect()  # what earlier tests left, which may also go later
-    before = census()
-    for _ in range(3):
-        control_server = ControlServer.open()
-        clients = [ControlClient(control_server.address, SOON_S) for _ in range(4)]
-        for n, client in enumerate(clients):
-            client.enter("s", f"rank {n}")
-        clients[0].close()
-        clients[1]._socket.shutdown(2)
-        clients[2].close()
-        control_server.close()
-        clients[3].close()
-    settles(lambda: tuple(map(max, census(), before)), before)
 
 
 def test_what_is_posted_is_done_in_order_and_not_waited_for(control_server):

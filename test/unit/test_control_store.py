@@ -94,10 +94,6 @@ def test_a_get_is_answered_in_the_order_of_its_keys_once_all_are_there(table):
     assert get(table, "b", "z") == [("b", protocol.Result(1, [b"3"]))]
 
 
-def test_a_get_of_nothing_is_answered_at_once(table):
-    assert get(table, "a") == [("a", protocol.Result(1, []))]
-
-
 def test_a_key_that_is_deleted_while_others_are_waited_for_is_waited_for_again(table):
     get(table, "a", "x", "y")
     ask(table, "b", "set", {"x": b"1"})
@@ -170,16 +166,6 @@ def test_a_late_gather_is_late_for_all_who_are_there_and_all_who_come(table):
     assert gather(table, "d", 3, size=4) == [("d", late)]
     assert table.store.empty  # all know it
     assert table.quota.names == 0
-
-
-def test_a_late_gather_is_forgotten_with_its_scope(table):
-    ask(table, "a", "enter", "s", "a", "")
-    gather(table, "a", 0, timeout_s=1, scope="s")
-    later(table, 1.0)
-    assert not table.store.empty
-    ask(table, "a", "delete_scope", "s")
-    assert table.store.empty
-    assert gather(table, "b", 1) == []
 
 
 def test_a_place_in_a_gather_is_taken_once(table):
@@ -283,15 +269,6 @@ def test_who_goes_out_of_a_scope_without_leaving_aborts_it(table):
         ("w", protocol.Event("s", f"rank a {DISCONNECTED}")),
         ("b", protocol.Cancelled(1, f"rank a {DISCONNECTED}")),
     ]
-
-
-@pytest.mark.parametrize(("operation", "arguments"), [("leave", ("s",)), ("disconnect", ())])
-def test_who_left_may_go(table, operation, arguments):
-    ask(table, "a", "enter", "s", "rank a", "")
-    ask(table, "b", "enter", "s", "rank b", "")
-    ask(table, "a", operation, *arguments)
-    table.store.disconnected(table.client("a"))
-    assert ask(table, "c", "enter", "s", "rank c", "") == done("c")
 
 
 def test_a_scope_that_all_left_is_not_kept(table):
@@ -413,32 +390,6 @@ def test_a_scope_is_marked_once_all_have_asked_for_it(ranks):
     gather(ranks, "a", 0, scope="s/1/0", name="h")
     gather(ranks, "b", 1, scope="s/1/0", name="h", mark="written")
     assert revoke(ranks, "t") == ("writing", "", 2), "one of them has not asked for it"
-
-
-def test_a_revoked_scope_gets_no_mark(ranks):
-    gather(ranks, "a", 0, scope="s/1/0", mark="writing")
-    assert revoke(ranks, "t") == ("", "given up", 2)
-    assert gather(ranks, "b", 1, scope="s/1/0", mark="writing") == [("b", protocol.Cancelled(1, "given up"))]
-    assert revoke(ranks, "t", reason="again") == ("", "given up", 2)
-
-
-def test_a_scope_that_is_revoked_before_anybody_enters_it_stays_closed(table):
-    ask(table, "t", "enter", "s/1", "t", "")
-    assert revoke(table, "t") == ("", "given up", 0)
-    assert ask(table, "a", "enter", "s/1/0", "a", "s/1") == [("a", protocol.Cancelled(1, "given up"))]
-
-
-def test_nobody_enters_within_a_scope_that_is_not_there(table):
-    assert "has ended without this rank" in ask(table, "a", "enter", "s/1/0", "a", "s/1")[0][1].reason
-
-
-def test_a_marked_scope_is_not_entered_again(ranks):
-    gather(ranks, "a", 0, scope="s/1/0", mark="written")
-    gather(ranks, "b", 1, scope="s/1/0", mark="written")
-    for member in "ab":
-        ask(ranks, member, "leave", "s/1/0")
-    assert revoke(ranks, "t") == ("written", "", 0)
-    assert "has ended" in ask(ranks, "c", "enter", "s/1/0", "c", "s/1")[0][1].reason
 
 
 def test_the_mark_of_a_deleted_scope_is_known_and_that_of_an_unknown_one_is_not(ranks):

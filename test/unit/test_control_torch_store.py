@@ -6,17 +6,14 @@ import time
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from sglang_reshard.control import ControlClient
 from sglang_reshard.control.torch_store import ControlStore
 from sglang_reshard.errors import Aborted, ConnectionLost
 from sglang_reshard.protocol.session import Session
-from support.ready import CONTEXT
 
 SOON_S = 180.0  # three processes import torch
-RANKS = 3
 
 
 @pytest.fixture
@@ -94,31 +91,3 @@ def test_a_session_keeps_one_store_for_an_engine_and_bounds_its_waits_anew(clien
     session.store(0, 0.2, "")
     with pytest.raises(dist.DistStoreError, match=r"z was not set within 0\.2 s"):
         first.get("z")
-
-
-def reduce(pipe, address, rank):
-    with ControlClient(address, SOON_S) as client:
-        store = dist.PrefixStore("group", ControlStore(client, SOON_S))
-        group = dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=SOON_S))
-        numbers = torch.full((3,), 10.0**rank)
-        group.allreduce([numbers]).wait()
-        pipe.send(numbers.tolist())
-
-
-def test_process_groups_meet_over_it(control_server, client):
-    pipes = [CONTEXT.Pipe() for _ in range(RANKS)]
-    ranks = [
-        CONTEXT.Process(target=reduce, args=(theirs, control_server.address, rank), daemon=True)
-        for rank, (_, theirs) in enumerate(pipes)
-    ]
-    try:
-        for rank in ranks:
-            rank.start()
-        for own, _ in pipes:
-            assert own.poll(SOON_S)
-            assert own.recv() == [111.0] * 3
-        assert client.num_keys() > 0
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()

@@ -98,25 +98,19 @@ def launched(pairs):
     return launches
 
 
-@given(pairs_of_views())
-@settings(max_examples=5 * EXAMPLES, deadline=None)
-def test_tables_say_what_torch_copies(drawn):
+SMALL = DEFAULT_TILING._replace(nbytes=512, strided_columns=16, run=2, max_rows=7)
+
+
+@pytest.mark.parametrize("tiling", [DEFAULT_TILING, SMALL])
+@given(drawn=pairs_of_views())
+@settings(max_examples=3 * EXAMPLES, deadline=None)
+def test_tables_say_what_torch_copies(tiling, drawn):
     memory, pairs = drawn
     expected = copied_by_torch(memory, pairs)
-    launches, rest = launches_of(pairs)
+    launches, rest = launches_of(pairs, tiling)
     assert not rest
     for launch in launches:
-        run_in_numpy(launch, memory)
-    assert torch.equal(memory, expected)
-
-
-@given(pairs_of_views())
-@settings(max_examples=2 * EXAMPLES, deadline=None)
-def test_so_they_do_of_other_tiles_and_of_boxes_that_are_cut(drawn):
-    memory, pairs = drawn
-    expected = copied_by_torch(memory, pairs)
-    for launch in launches_of(pairs, DEFAULT_TILING._replace(nbytes=512, strided_columns=16, run=2, max_rows=7))[0]:
-        assert (launch.boxes[:, 4] <= 7).all()
+        assert (launch.boxes[:, 4] <= tiling.max_rows).all()
         run_in_numpy(launch, memory)
     assert torch.equal(memory, expected)
 
@@ -269,49 +263,6 @@ def test_a_large_box_is_cut_into_tiles_of_16_kib():
     assert sorted(launch.tiles.tolist()) == list(range(len(launch.tiles)))
     assert launch.tiles.tolist() != list(range(len(launch.tiles)))  # engine ranks do not read in the same order
     assert (np.diff(launch.tiles[:64]) == 1).all()
-
-
-@pytest.mark.parametrize(
-    ("begin", "columns", "unit", "vector"),
-    [
-        (0, 64, "int64", 2),
-        (4, 64, "int64", 1),
-        (2, 64, "int32", 1),
-        (1, 64, "int16", 1),
-        (1, 128, "uint64", 1),  # words that are shifted together
-        (2, 128, "int32", 1),
-        (0, 129, "uint64", 1),
-        (0, 6, "int32", 1),
-    ],
-)
-def test_units_are_as_wide_as_everything_allows(begin, columns, unit, vector):
-    memory = torch.empty(1 << 16, dtype=torch.bfloat16)
-    matrix = memory[begin : begin + 128 * columns].view(-1, columns)
-    (launch,) = launched([(torch.empty(16, columns, dtype=torch.bfloat16), matrix[::2][:16])])
-    assert launch.kind.source == unit
-    assert launch.kind.vector == vector
-
-
-def test_float32_masters_are_read_16_bytes_at_a_time():
-    (launch,) = launched([(torch.empty(8, 4096, dtype=torch.bfloat16), torch.empty(8, 8192)[:, 4096:])])
-    assert launch.kind == ("float32", "bfloat16", 4, "rows", 1, 4096)
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "kind"),
-    [
-        (304, 512, (4, "transposed", 64, 64)),
-        (300, 500, (4, "transposed", 64, 64)),
-        (301, 500, (1, "transposed", 32, 64)),
-        (20, 500, (4, "transposed", 8, 512)),
-        (500, 20, (4, "transposed", 512, 8)),
-        (8, 500, (1, "strided", 64, 64)),  # too few for a tile of their own
-    ],
-)
-def test_a_transposed_box_is_copied_in_tiles_that_are_contiguous_on_both_sides(rows, columns, kind):
-    (launch,) = launched([(torch.empty(rows, columns), torch.empty(columns, rows).t())])
-    assert launch.kind[2:] == kind
-    assert launch.boxes[0, 8] == 1  # the source's contiguous dimension is the last one of rows
 
 
 def test_more_than_31_bits_of_elements():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 import time
@@ -16,7 +15,6 @@ from rich.console import Console
 
 from benchmark.demo import children, memory, tiny_model
 from benchmark.demo.events import EventReader, EventWriter, Finished, Note, Started, Updated
-from benchmark.demo.progress import Progress
 from benchmark.demo.settings import Settings
 from benchmark.demo.table import print_result
 from benchmark.demo.verdict import SLACK_BYTES, Expected, judge, summary
@@ -124,21 +122,6 @@ def test_bfloat16_tokens_are_reported_and_not_required() -> None:
     assert [u["tokens_equal"] for u in line["updates"]] == [True, True, True, False]
 
 
-def test_the_line_of_json_says_what_users_ask() -> None:
-    updates = sound()
-    line = json.loads(
-        json.dumps(summary(SETTINGS, updates, judge(SETTINGS, updates, expected(updates)), {"total": 1.0}))
-    )
-    assert line["ok"] is line["tokens_equal"] is line["bit_exact"] is True
-    assert line["transport"] == "broadcast"
-    assert line["peak_extra_bytes"] == 2048
-    assert line["received_bytes_rank_0"] == line["shard_bytes_trainer_rank_0"] == 1000
-    assert line["updates"][0]["seconds"] == {"total": 0.75, "move": 0.5}
-    assert line["updates"][0]["engine_ranks"][1] == {
-        "rank": 1, "received_bytes": 1000, "least_bytes": 900, "peak_extra_bytes": 2048, "seconds": {"move": 0.5},
-    }  # fmt: skip
-
-
 def test_the_tables_name_what_failed() -> None:
     updates = sound()
     updates[0] = msgspec.structs.replace(updates[0], live=[{"w": "digest 1 0"}, {"w": "other"}])
@@ -168,22 +151,6 @@ def test_events_arrive_in_order_and_half_lines_wait(tmp_path: Path) -> None:
     assert reader.new() == [update("float32", 1)]
 
 
-def test_ranks_that_do_not_report_write_nothing() -> None:
-    with EventWriter(None).phase("work"):
-        pass
-
-
-def test_progress_in_a_log_is_plain_lines() -> None:
-    out = io.StringIO()
-    with Progress(Console(file=out, width=20)) as progress:
-        progress.show(Started("start the engine", 70.0))
-        progress.tick()
-        progress.show(Finished("start the engine", 66.0, "[1, 2]"))
-    first, last = out.getvalue().splitlines()
-    assert first.endswith("start the engine ... about 70 s on two cores")
-    assert last.endswith("start the engine: 66.0 s  [1, 2]")
-
-
 def test_too_little_memory_names_the_sizes_that_fit() -> None:
     assert memory.complaint(4, 16, memory.needed_bytes(4, 16)) is None
     available = memory.needed_bytes(4, 8)
@@ -208,12 +175,6 @@ def test_heads_suit_both_sides(source_tp: int, target_tp: int) -> None:
     assert kv_heads % source_tp == kv_heads % target_tp == 0
     assert heads % kv_heads == 0
     assert kv_heads >= 8
-
-
-def test_the_tokenizer_is_made_here_and_fills_its_vocabulary() -> None:
-    made = tiny_model.tokenizer()
-    assert made.get_vocab_size() == tiny_model.VOCABULARY
-    assert made.decode(made.encode("Nothing is gathered").ids) == "Nothing is gathered"
 
 
 def test_a_failing_child_shows_the_end_of_its_log(tmp_path: Path) -> None:

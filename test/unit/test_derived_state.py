@@ -12,7 +12,6 @@ from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.folded import remember_built
 from sglang_reshard.trace.live_shards import live_shards
-from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace
 from support import deriving
 from tools.oracle.replay import replay
@@ -132,20 +131,3 @@ def test_what_sglang_loads_itself_leaves_no_state_of_the_weights_before():
     layer.load_weights(weights(1))
     executor.written_by_others()
     assert torch.equal(layer(X), of_fresh(deriving.InAttribute, 1))
-
-
-def test_a_view_of_a_parameter_is_no_derived_state():
-    layer = deriving.FromOutside()
-    derived = DerivedState(layer)
-    layer.copy = layer.weight.data.t()
-    derived.signature()
-    assert layer.copy is not None
-    assert derived.remark == ""
-
-
-def test_without_a_forward_pass_nothing_is_searched(monkeypatch):
-    layer = nn.Sequential(deriving.InAttribute(), deriving.InBuffer(), deriving.InDictionary(), deriving.Folded())
-    derived = DerivedState(layer)
-    monkeypatch.setattr(derived, "_search", lambda: pytest.fail("searched"))
-    assert derived.signature() == live_signature(layer)
-    derived.signature()

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.landings.checked import regions
-from sglang_reshard.landings.checked.checksum import RegionBatch
-from sglang_reshard.landings.checked.regions import MAX_GROUPS, RegionKind, RegionSet, Selection
+from sglang_reshard.landings.checked import regions, whole_model
+from sglang_reshard.landings.checked.regions import RegionKind, RegionSet, Selection
 from sglang_reshard.landings.checked.source import SourceChecksums
 from sglang_reshard.landings.checked.target import TargetChecksums
 from sglang_reshard.layout.decoders import pack_blob
@@ -139,26 +138,6 @@ def test_a_stale_tensor_is_noticed_by_any_sample(selection):
         assert world.differing(selection) == [name, name]
 
 
-def test_a_stale_trainer_shard_is_noticed():
-    """And so the digests are of what the shards hold now."""
-    world = World()
-    world.shards[1][0].add_(1)
-    assert "embed.weight" in world.differing()
-
-
-def test_the_same_bytes_in_another_order_are_noticed():
-    world = World(engines=1)
-    gate = world.right["gate.weight"]
-    transposed, turned, shifted = gate.clone(), gate.flip(1), gate.roll(1, 1)
-    transposed[:8, :8] = gate[:8, :8].t()
-    reshaped = gate.t().reshape(gate.shape)
-    rows = gate[torch.randperm(len(gate), generator=torch.Generator().manual_seed(0))]
-    for wrong in (transposed, turned, shifted, reshaped, rows):
-        assert torch.equal(wrong.flatten().sort()[0], gate.flatten().sort()[0])
-        world.load(gate=wrong)
-        assert world.differing() == ["gate.weight"]
-
-
 def test_exchanged_tensors_of_one_shape_are_noticed_even_in_one_group(monkeypatch):
     monkeypatch.setattr(regions, "MAX_GROUPS", 1)
     world = World()
@@ -216,17 +195,6 @@ def test_holders_of_the_same_elements_share_the_work():
     assert ((parts != 0).sum(axis=1) > 0).all(), "and each trainer rank counts some"
 
 
-def test_what_engine_ranks_keep_alike_is_read_once(monkeypatch):
-    world, added = World("fsdp", engines=1), []
-    monkeypatch.setattr(RegionBatch, "add", lambda self, spec, view, row: added.append(row))
-    own = world.engines[0].checksums.regions
-    once = SourceChecksums(world.layout, world.shards[0], 0, [own])
-    assert len(added) == len(own)
-    again = SourceChecksums(world.layout, world.shards[0], 0, [own] * 5)
-    assert len(added) == 2 * len(own)
-    assert (once.compute(FULL).engine_ranks.shape, again.compute(FULL).engine_ranks.shape) == ((1, 8), (5, 8))
-
-
 def test_region_sets_are_the_same_in_any_order_and_small_on_the_wire():
     alike = [RegionKind("bfloat16", (0, 64 * part), (512, 64), (1, 1)) for part in range(4)]
     given = [(tensor, alike[tensor % 4]) for tensor in range(100_000)]
@@ -241,47 +209,33 @@ def test_region_sets_are_the_same_in_any_order_and_small_on_the_wire():
     assert len(zlib.compress(msgspec.msgpack.encode(made), 1)) < 400_000
 
 
-def test_groups_are_of_neighbours_and_there_are_not_many():
-    for tensors in (1, 5, MAX_GROUPS, MAX_GROUPS + 1, 100_000):
-        group = regions.groups_of(np.arange(tensors, dtype=np.int32), tensors)
-        assert (np.diff(group) >= 0).all()
-        assert set(group.tolist()) == set(range(regions.num_groups(tensors)))
-    assert regions.num_groups(100_000) == MAX_GROUPS
+GOOD = RegionSet.of([(0, RegionKind("bfloat16", (0, 0), (21, 64), (1, 1)))])
+KINDS = [
+    RegionKind("bfloat16", (0,), (64,), (1,)),
+    RegionKind("bfloat16", (-1, 0), (2, 64), (1, 1)),
+    RegionKind("bfloat16", (0, 0), (11, 64), (3, 1)),
+    RegionKind("bfloat16", (0, 0), (2, 64), (0, 1)),
+    RegionKind("bfloat16", (6, 0), (1, 64), (1 << 63, 1)),
+    RegionKind("bfloat16", (0, 0), (0, 64), (1, 1)),
+    RegionKind("tensor", (0, 0), (21, 64), (1, 1)),
+    *(RegionKind("bfloat16", (0, 0), (21, 64), (1, 1), copies) for copies in (0, 1 << 70)),
+]
+TABLES = [{"tensors": b"\x08\0\0\0"}, {"tensors": b"\xff" * 4}, {"kind_of": b"\1\0\0\0"}, {"kind_of": b""}]
+TABLES += [{"tensors": b"\0\0\0", "kind_of": b"\0\0\0"}]
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("wrong", "says"),
     [
-        RegionKind("bfloat16", (0,), (64,), (1,)),
-        RegionKind("bfloat16", (0, 0), (22, 64), (1, 1)),
-        RegionKind("bfloat16", (-1, 0), (2, 64), (1, 1)),
-        RegionKind("bfloat16", (0, 0), (11, 64), (3, 1)),
-        RegionKind("bfloat16", (0, 0), (2, 64), (0, 1)),
-        RegionKind("bfloat16", (6, 0), (1, 64), (1 << 63, 1)),
-        RegionKind("bfloat16", (0, 0), (0, 64), (1, 1)),
-        RegionKind("tensor", (0, 0), (21, 64), (1, 1)),
-        RegionKind("bfloat16", (0, 0), (21, 64), (1, 1), 0),
-        RegionKind("bfloat16", (0, 0), (21, 64), (1, 1), 1 << 70),
+        *((RegionSet.of([(0, kind)]), r"a checksum of embed\.weight as .*, but it is float32") for kind in KINDS),
+        *((msgspec.structs.replace(GOOD, **table), "checksums of tensors") for table in TABLES),
     ],
 )
-def test_a_region_that_the_layout_does_not_have_is_refused_by_name(kind):
+def test_regions_that_the_layout_does_not_have_are_refused_by_name(wrong, says):
     layout = layout_of("fsdp")
-    good = RegionSet.of([(0, RegionKind("bfloat16", (0, 0), (21, 64), (1, 1)))])
     local = shards(layout, checkpoint(1, hidden=HIDDEN), 0)
-    with pytest.raises(Mismatch, match=r"engine rank 1 requests a checksum of embed\.weight as .*, but it is float32"):
-        SourceChecksums(layout, local, 0, [good, RegionSet.of([(0, kind)])])
-
-
-@pytest.mark.parametrize(
-    "change", [{"tensors": b"\x08\0\0\0"}, {"tensors": b"\xff" * 4}, {"kind_of": b"\1\0\0\0"}, {"kind_of": b""}]
-)
-def test_region_sets_that_point_outside_their_tables_are_refused(change):
-    layout = layout_of("fsdp")
-    good = RegionSet.of([(0, RegionKind("bfloat16", (0, 0), (21, 64), (1, 1)))])
-    local = shards(layout, checkpoint(1, hidden=HIDDEN), 0)
-    for wrong in (change, {"tensors": b"\0\0\0", "kind_of": b"\0\0\0"}):
-        with pytest.raises(Mismatch, match="engine rank 0 requests checksums of tensors"):
-            SourceChecksums(layout, local, 0, [msgspec.structs.replace(good, **wrong)])
+    with pytest.raises(Mismatch, match=f"engine rank 1 requests {says}"):
+        SourceChecksums(layout, local, 0, [GOOD, wrong])
 
 
 def test_a_rank_that_keeps_nothing_has_no_checksums():
@@ -291,3 +245,70 @@ def test_a_rank_that_keeps_nothing_has_no_checksums():
     target = TargetChecksums(TensorIndex.of(layout), Program((), {}))
     assert not target.compute(FULL).any()
     assert target.tensor_names([0, 1]) == ""
+
+
+# -- one number for a model
+
+
+def digest(layout, engines, weights, dtype=torch.bfloat16, selection=FULL):
+    """Of weights that such trainer ranks have, for an engine of so many ranks."""
+    traced = [trace(ToyRank(e, engines, dtype, HIDDEN), [t.spec for t in layout.tensors]) for e in range(engines)]
+    kept = [TargetChecksums(TensorIndex.of(layout), program).regions for program in traced]
+    local = [shards(layout, weights, rank) for rank in range(layout.trainer_ranks)]
+    parts = [SourceChecksums(layout, own, rank, kept).compute(selection).model for rank, own in enumerate(local)]
+    return whole_model.model_digest(whole_model.to_bytes(part) for part in parts)
+
+
+def test_the_digest_depends_on_no_layout_and_no_size():
+    weights = checkpoint(1, hidden=HIDDEN)
+    layouts = [layout_of(kind) for kind in TRAINERS]
+    layouts.append(msgspec.structs.replace(layouts[1], tensors=layouts[1].tensors[::-1]))
+    (found,) = {digest(layout, engines, weights) for layout in layouts for engines in (1, 2, 4, 8)}
+    assert len(found) == 16
+    assert digest(layouts[0], 2, weights, selection=Selection.sample(1)) == "", "a sample has none"
+
+
+def test_any_other_weights_have_another_digest():
+    layout, weights = layout_of("fsdp"), checkpoint(1, hidden=HIDDEN)
+    seen = {digest(layout, 2, weights, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    for name in weights:
+        flipped = weights[name].clone()
+        flipped.view(-1).view(torch.int32)[3] ^= 1 << 9
+        seen.add(digest(layout, 2, {**weights, name: flipped}, torch.float32))
+    exchanged = {**weights, "gate.weight": weights["up.weight"], "up.weight": weights["gate.weight"]}
+    seen.add(digest(layout, 2, exchanged, torch.float32))
+    assert len(seen) == 3 + len(weights)
+
+
+@pytest.mark.parametrize(
+    ("regions", "counted"),
+    [
+        ([(0, 8)], True),
+        ([(0, 4), (4, 8)], True),
+        ([(0, 5), (4, 8)], False),
+        ([(0, 4)], False),
+    ],
+    ids=["whole", "cut", "overlapping", "in part"],
+)
+def test_elements_that_are_not_counted_once_have_no_digest(regions, counted):
+    layout = layout_of("whole")
+    number = next(i for i, t in enumerate(layout.tensors) if len(t.shape) == 2)
+    rows, columns = layout.tensors[number].shape
+    cuts = [(a * rows // 8, b * rows // 8) for a, b in regions]  # given in eighths
+    views = [("bfloat16", Region((a, 0), (b - a, columns), (1, 1))) for a, b in cuts]
+    found = whole_model.region_coefficients(
+        TensorIndex.of(layout), np.full(len(views), number), np.arange(len(views)), views
+    )
+    assert (found is not None) == counted
+
+
+def test_a_part_that_is_missing_or_no_number_makes_no_digest():
+    assert whole_model.model_digest([whole_model.to_bytes(1), whole_model.to_bytes((1 << 64) - 1)]) == "0" * 16
+    assert whole_model.model_digest([whole_model.to_bytes(1), whole_model.to_bytes(None)]) == ""
+    assert whole_model.model_digest([b"123456789"]) == ""
+
+
+def test_a_version_and_a_name_are_told_apart():
+    """Both are text of users, and together they read the same."""
+    found = [whole_model.with_versions("0" * 16, kept) for kept in ({"b of c": "a"}, {"c": "a of b"})]
+    assert found[0] != found[1]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from sglang_reshard.patches.draft_models import unknown_reason
@@ -30,11 +32,30 @@ def scheduler(worker: Any, folder: Path, disable_cuda_graph: bool = False) -> An
     )
 
 
-def test_a_gathered_embedding_is_named(tmp_path: Path) -> None:
-    assert unknown_reason(scheduler(DFlashWorker(_full_embed_gpu=None), tmp_path)) == ""
-    reason = unknown_reason(scheduler(DFlashWorker(_full_embed_gpu=torch.zeros(2, 2)), tmp_path))
-    assert "gathered the target's embedding" in reason
-    assert "draft=False" in reason
+def of_model(**copies: Any) -> DFlashWorker:
+    worker = DFlashWorker()
+    for name, copy in copies.items():
+        setattr(worker.model_runner.model, name, copy)
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("worker", "options", "says"),
+    [
+        (DFlashWorker(_full_embed_gpu=None), {}, ""),
+        (DFlashWorker(_full_embed_gpu=torch.zeros(2, 2)), {}, r"gathered the target's embedding.*draft=False"),
+        # Without graphs they are dropped as other derived state, and the next forward pass stacks them again.
+        (of_model(_fused_kv_write_cache=None), {}, "disable_cuda_graph=True"),
+        (of_model(_fused_kv_write_cache=None), {"disable_cuda_graph": True}, ""),
+        # Nothing computes them again: a draft without them would end the engine in the next forward pass.
+        (of_model(lilicorr=None), {}, ""),
+        (of_model(lilicorr=torch.nn.Linear(2, 2)), {}, "LiLiCorr"),
+    ],
+)
+def test_a_copy_that_an_update_cannot_write_is_named(worker: Any, options: Any, says: str, tmp_path: Path) -> None:
+    reason = unknown_reason(scheduler(worker, tmp_path, **options))
+    assert bool(reason) == bool(says)
+    assert re.search(says, reason)
 
 
 def test_a_mask_s_row_of_the_targets_embedding_is_named(tmp_path: Path) -> None:
@@ -42,20 +63,3 @@ def test_a_mask_s_row_of_the_targets_embedding_is_named(tmp_path: Path) -> None:
     reason = unknown_reason(scheduler(DFlashWorker(), tmp_path))
     assert f"{tmp_path}/mask_embedding.pt" in reason
     assert unknown_reason(scheduler(SimpleNamespace(model_runner=DFlashWorker().model_runner), tmp_path)) == ""
-
-
-def test_stacked_weights_in_cuda_graphs_are_named(tmp_path: Path) -> None:
-    """Without graphs they are dropped as other derived state, and the next forward pass stacks them again."""
-    worker = DFlashWorker()
-    worker.model_runner.model._fused_kv_write_cache = None
-    assert "disable_cuda_graph=True" in unknown_reason(scheduler(worker, tmp_path))
-    assert unknown_reason(scheduler(worker, tmp_path, disable_cuda_graph=True)) == ""
-
-
-def test_merged_weights_are_named(tmp_path: Path) -> None:
-    """Nothing computes them again: a draft without them would end the engine in the next forward pass."""
-    worker = DFlashWorker()
-    worker.model_runner.model.lilicorr = None
-    assert unknown_reason(scheduler(worker, tmp_path)) == ""
-    worker.model_runner.model.lilicorr = torch.nn.Linear(2, 2)
-    assert "LiLiCorr" in unknown_reason(scheduler(worker, tmp_path))

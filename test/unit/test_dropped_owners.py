@@ -48,36 +48,13 @@ def alone(**options: Any) -> WeightSender:
     )
 
 
-def unused(_folder: Path) -> Any:
-    return alone()
-
-
-def after_updates(_folder: Path) -> Any:
-    sender = alone(delta="auto")
-    for version in (1, 2):
+def updated(sender: WeightSender, *versions: int) -> WeightSender:
+    for version in versions:
         sender.update(checkpoint(version).items())
     return sender
 
 
-def after_sending(_folder: Path) -> Any:
-    sender = alone(transport="p2p")
-    sender.update(checkpoint(1).items())
-    return sender
-
-
-def after_a_background_update(_folder: Path) -> Any:
-    sender = alone()
-    sender.update_async(checkpoint(1).items()).wait()
-    return sender
-
-
-def of_an_adapter(_folder: Path) -> Any:
-    sender = alone()
-    sender.lora_adapter("policy", "{}")
-    return sender
-
-
-def of_engines(_folder: Path) -> Any:
+def of_engines() -> Any:
     server = ControlServer.open()
     sender = MultiEngineSender(server.address, trainer_rank=0, global_ranks=(0,), timeout_s=30)
     sender.set_engines({"a": receiver().update, "b": receiver().update})
@@ -91,13 +68,16 @@ def snapshots(folder: Path) -> Any:
     return written
 
 
-def stream(_folder: Path) -> Any:
-    return ParameterStream(receiver().update)
-
-
-KINDS: list[Callable[[Path], Any]] = [
-    unused, after_updates, after_sending, after_a_background_update, of_an_adapter, of_engines, snapshots, stream,
-]  # fmt: skip
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "unused": lambda _: alone(),
+    "after updates": lambda _: updated(alone(delta="auto"), 1, 2),
+    "after sending": lambda _: updated(alone(transport="p2p"), 1),
+    "after a background update": lambda _: alone().update_async(checkpoint(1).items()).wait(),
+    "of an adapter": lambda _: alone().lora_adapter("policy", "{}"),
+    "of engines": lambda _: of_engines(),
+    "snapshots": snapshots,
+    "stream": lambda _: ParameterStream(receiver().update),
+}
 
 
 def settles(before: tuple[int, int, int]) -> None:
@@ -110,7 +90,7 @@ def settles(before: tuple[int, int, int]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def test_what_is_dropped_keeps_nothing(make: Callable[[Path], Any], tmp_path: Path) -> None:
     make(tmp_path)  # imports, and makes what a process keeps once
     gc.collect()
@@ -148,9 +128,9 @@ def test_module_senders_and_receivers(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-from test_dropped_owners import after_updates, of_engines
-kept = after_updates(None), of_engines(None)
-after_updates(None)
+from test_dropped_owners import alone, of_engines, updated
+kept = updated(alone(), 1), of_engines()
+updated(alone(), 1)
 print("done", flush=True)
 """
 

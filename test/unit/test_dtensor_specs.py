@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -39,13 +39,6 @@ def rows_of(state, rank):
 
 def of_spec(mesh, placements=BOTH, kind=DTensorSpec, **fields):
     return DTensor(WHOLE[2:4], kind(mesh, placements, META, **fields), requires_grad=False)
-
-
-def test_an_order_is_a_mesh_whose_dimensions_are_permuted(mesh):
-    default, other = read(of_spec(mesh)), read(of_spec(mesh, shard_order=REVERSED))
-    assert [rows_of(default, rank) for rank in range(4)] == [[(0, 2)], [(2, 4)], [(4, 6)], [(6, 8)]]
-    assert [rows_of(other, rank) for rank in range(4)] == [[(0, 2)], [(4, 6)], [(2, 4)], [(6, 8)]]
-    assert other.layout.meshes[0].ranks == (0, 2, 1, 3)
 
 
 @dataclasses.dataclass
@@ -81,18 +74,6 @@ def test_a_placement_derived_from_a_known_one_is_not_taken_for_it(mesh):
         describe(tensors, trainer_rank=1, global_ranks=(0, 1, 2, 3))
 
 
-def test_strides_that_are_no_order_are_chunks_of_chunks(mesh):
-    placements = (_StridedShard(0, split_factor=2), Shard(0))
-    as_order = read(of_spec(mesh, placements))
-    assert [rows_of(as_order, rank) for rank in range(4)] == [[(0, 2)], [(4, 6)], [(2, 4)], [(6, 8)]]
-    if "use_strided_shard_as_shard_order" not in DTensorSpec.__dataclass_fields__:
-        pytest.skip("in torch 2.10 strides always state an order")
-    spec = DTensorSpec(mesh, placements, META, use_strided_shard_as_shard_order=False)
-    local = distribute_tensor(WHOLE, mesh, placements, src_data_rank=None).to_local()
-    as_chunks = read(DTensor(local, spec, requires_grad=False))
-    assert rows_of(as_chunks, 1) == [(4, 6)]
-
-
 def test_an_order_that_strides_and_spec_both_state_is_taken(mesh):
     """As torch 2.10 does for FSDP2 over tensor parallelism."""
     tensor = of_spec(mesh, (_StridedShard(0, split_factor=2), Shard(0)))
@@ -101,9 +82,14 @@ def test_an_order_that_strides_and_spec_both_state_is_taken(mesh):
     assert [rows_of(found, rank) for rank in range(4)] == [[(0, 2)], [(4, 6)], [(2, 4)], [(6, 8)]]
 
 
-def test_an_order_that_strides_do_not_state_is_refused(mesh):
-    tensor = of_spec(mesh, (_StridedShard(0, split_factor=4), Shard(0)))
-    object.__setattr__(tensor._spec, "shard_order", (ShardOrderEntry(0, (1, 0)),))
+@pytest.mark.parametrize(
+    ("placements", "order"),
+    [((_StridedShard(0, split_factor=4), Shard(0)), (1, 0)), (BOTH, (1,))],
+    ids=["of other strides", "of other placements"],
+)
+def test_an_order_that_does_not_go_with_the_placements_is_refused(mesh, placements, order):
+    tensor = of_spec(mesh, placements)
+    object.__setattr__(tensor._spec, "shard_order", (ShardOrderEntry(0, order),))
     with pytest.raises(Unsupported, match="which do not go together"):
         read(tensor)
 
@@ -117,13 +103,6 @@ def test_dimensions_counted_from_the_last_are_refused(mesh):
 def test_a_name_that_is_no_string_is_refused(mesh):
     with pytest.raises(Unsupported, match=r"trainer rank 1: 7: a name must be a string, not a int"):
         describe([(7, WHOLE)], trainer_rank=1, global_ranks=(0, 1, 2, 3))
-
-
-def test_an_order_that_is_not_of_the_placements_is_refused(mesh):
-    tensor = of_spec(mesh)
-    object.__setattr__(tensor._spec, "shard_order", (ShardOrderEntry(0, (1,)),))
-    with pytest.raises(Unsupported, match="which do not go together"):
-        read(tensor)
 
 
 def test_another_order_of_the_same_memory_is_a_change(mesh):

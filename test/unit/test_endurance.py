@@ -10,11 +10,11 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from support.left_behind import torch_segments
-from support.sweep import sweep
+from support.sweep import SWEEP, sweep
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 
-WARM, UPDATES = 20, 1000
+WARM, UPDATES = 20, 1000 if SWEEP else 300
 MOVES_EVERY = 50  # updates, after which the trainer has other storages
 
 

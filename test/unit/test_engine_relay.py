@@ -1,6 +1,5 @@
 """Trainer rank 0 tells engines of each other; they offer their memory once, and anew when anything has changed."""
 
-import contextlib
 import threading
 from types import SimpleNamespace
 
@@ -12,12 +11,11 @@ from sglang_reshard.control import ControlServer
 from sglang_reshard.errors import Aborted, EngineRefused, Mismatch
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.shadow import Shadow
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, encode
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, encode
 from sglang_reshard.routes.base import EngineEnd
 from sglang_reshard.routes.nixl.engine import NixlEngineEnd
 from sglang_reshard.routes.relay import offers as relay_offers
 from sglang_reshard.routes.relay.engine import RelayEngineEnd
-from sglang_reshard.routes.relay.engine_relay import EngineRelay
 from sglang_reshard.routes.relay.member import RelayMember
 from sglang_reshard.routes.relay.offers import Offer, Relay, RelayOffers
 from sglang_reshard.trace.program import Program
@@ -32,84 +30,7 @@ def address():
     server.close()
 
 
-def request_to(address, **fields):
-    return DistributedUpdateWeightsReq(
-        address=address, update=1, layout="", handles=("",), trainer_hosts=("a",), transport="nixl", **fields
-    )
-
-
-class Engines:
-    """Sends one update to each, and keeps what each was told of the others."""
-
-    def __init__(self, address):
-        self.requests, self.address = EngineRelay(address, TIMEOUT_S), address
-
-    def update(self, *names, **answers):
-        self.requests.begin(names)
-        told = {}
-        for name in names:
-            answer = answers.get(name, DistributedUpdateWeightsOutput(success=True, message=""))
-
-            def send(request, name=name, answer=answer):
-                told[name] = Relay.of(request.around["relay"]) if "relay" in request.around else None
-                if isinstance(answer, Exception):
-                    raise answer
-                return answer
-
-            with contextlib.suppress(EngineRefused):
-                self.requests.through(name, send)(request_to(self.address))
-        return told
-
-
-def test_an_engine_alone_is_told_nothing(address):
-    assert Engines(address).update("a") == {"a": None}
-
-
-def test_engines_are_told_of_each_other(address):
-    told = Engines(address).update("a", "b")
-    assert told["a"].engines == told["b"].engines == ("a", "b")
-    assert (told["a"].own, told["b"].own) == (0, 1)
-    assert told["a"].session == told["b"].session != ""
-
-
-LOST = DistributedUpdateWeightsOutput(success=True, message="", detour="b was not updated")
 FAILED = DistributedUpdateWeightsOutput(success=False, message="offloaded")
-
-
-@pytest.mark.parametrize(("answer", "same"), [(None, True), (LOST, False), (FAILED, False), (EngineRefused(""), False)])
-def test_they_offer_anew_after_an_update_that_went_wrong(address, answer, same):
-    engines = Engines(address)
-    first = engines.update("a", "b", **({} if answer is None else {"a": answer}))
-    second, third = engines.update("a", "b"), engines.update("a", "b")
-    assert (first["a"].session == second["a"].session) == same
-    assert second["a"].session == third["a"].session
-    assert [told["b"].update for told in (first, second, third)] == [1, 2, 3]
-
-
-def test_they_offer_anew_when_one_has_come(address):
-    engines = Engines(address)
-    first, second = engines.update("a", "b"), engines.update("a", "b", "c")
-    assert first["a"].session != second["a"].session
-
-
-def test_earlier_offers_are_deleted(address):
-    engines = Engines(address)
-    relay = engines.update("a", "b", a=FAILED)["a"]
-    with RelayOffers(address, relay, TIMEOUT_S) as offers:
-        assert offers.client.num_keys() == 1, "the withdrawn one"
-    engines.update("a", "b")
-    with RelayOffers(address, relay, TIMEOUT_S) as offers:
-        assert offers.client.num_keys() == 0
-
-
-def test_one_that_failed_is_not_waited_for(address):
-    relay = Engines(address).update("a", "b", a=FAILED)["b"]
-    with RelayOffers(address, relay, TIMEOUT_S) as offers:
-        offers.make(1, Offer(layout="l"))
-        offers.make(0, Offer(layout="too late"))
-        identity, found = offers.all()
-    assert [offer.error for offer in found] == ["its update failed", ""]
-    assert identity
 
 
 def test_one_that_says_nothing_is_given_up_by_all_alike(address, monkeypatch):

@@ -46,13 +46,6 @@ def test_buffers_and_scales_of_the_kv_cache_are_spared_by_dummy_weights():
     assert kept_values(model).parameters["weight"].tolist() == [0] * 3
 
 
-def test_a_checkpoint_on_this_host_is_known_by_its_headers(tmp_path):
-    save_file({"weight": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
-    start = engine_start(runner_on(tmp_path), [])
-    assert [(s.name, s.shape, s.dtype) for s in start.specs] == [("weight", (2, 3), "float32")]
-    assert (start.unknown, list(start.randomized)) == ("", [])
-
-
 def test_a_draft_with_a_checkpoint_of_its_own_gets_that(tmp_path):
     own = tmp_path / "draft"
     own.mkdir()

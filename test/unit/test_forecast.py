@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 from sglang_reshard.cli.main import app
 from sglang_reshard.cli.plan import models
-from sglang_reshard.cli.plan.loads import LinkLoad, buckets_bytes, engine_load
+from sglang_reshard.cli.plan.loads import buckets_bytes, engine_load
 from sglang_reshard.cli.plan.models import presets, with_layers
 from sglang_reshard.cli.plan.rank_model import RankModel
-from sglang_reshard.cli.plan.request import EngineSizes, Source
+from sglang_reshard.cli.plan.request import Source
 from sglang_reshard.cli.plan.sources import layout_of
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout.regions import Region, TensorSpec
+from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.layout.source_layout import Mesh
 from sglang_reshard.plan import ClusterTopology, rank_demand
 from sglang_reshard.protocol.validation import check_layout
@@ -25,7 +25,7 @@ from sglang_reshard.routes.choice import choose_strategy
 from sglang_reshard.routes.p2p.messages import send_request
 from sglang_reshard.routes.p2p.trainer import P2pSender
 from sglang_reshard.sources import Placement
-from sglang_reshard.trace.program import Copy, Program
+from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.tracer import trace
 from support.plans import HOST, copies_of, empty_targets, meshed_layouts, read_plans, values
 from support.plans import shards as cut_shards
@@ -52,19 +52,6 @@ QUESTION = ["--source", "tp=4", "--target", "tp=8"]
 def test_sources(text, source):
     assert Source.parse(text) == source
     assert str(source) == text
-
-
-@pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=four", "tp=2,tp=2", "dp=2", "hsdp=32", "fsdp=2,hsdp=2x2"])
-def test_a_source_that_is_none(text):
-    with pytest.raises(Mismatch, match="--source"):
-        Source.parse(text)
-
-
-def test_targets():
-    assert EngineSizes.parse("tp=16,ep=16") == EngineSizes(16, 16)
-    assert str(EngineSizes.parse("ep=4,tp=8,dp=8")) == "tp=8,ep=4,dp=8"
-    with pytest.raises(Mismatch, match="--target"):
-        EngineSizes.parse("fsdp=2")
 
 
 def test_plotting_without_matplotlib_says_what_to_install(monkeypatch):
@@ -149,13 +136,6 @@ def test_fsdp_splits_what_tensor_parallelism_has_left():
     assert of["scale"] == (mesh, (Placement(), Placement()))
 
 
-def test_copies_hold_the_same():
-    layout = layout_of(SPECS, Source(copies=2, shards=4))
-    held = layout.local_bytes()
-    assert held[:4] == held[4:]
-    assert layout_of(SPECS, Source()).local_bytes() == (sum(spec.nbytes for spec in SPECS),)
-
-
 # -- what moves
 
 
@@ -189,22 +169,6 @@ def test_loads_are_those_of_the_transports(data, bucket):
         mine = [load.links[trainer_rank] for load in loads if trainer_rank in load.links]
         assert buckets_bytes((link.sent_messages, link.sent_bucket_bytes) for link in mine) == outlet.extra_bytes
         assert sum(link.payload_bytes for link in mine) == outlet.sent_bytes
-
-
-def test_nothing_is_sent_where_memory_is_read():
-    layout = layout_of([TensorSpec("a.weight", (8, 8), "bfloat16")], Source(tensor_parallel=2))
-    copies = [[c] for c in _halves()]
-    index, plans = read_plans(layout, copies)
-    demands = [rank_demand(index, t, HOST) for t in plans]
-    strategy = choose_strategy("ipc", index, demands, ClusterTopology.of(demands, (HOST, HOST)), 1 << 20)
-    rank = model_of(demands[1], plans[1], empty_targets(copies[1]))
-    load = engine_load(index, strategy, 1, rank, 1 << 20)
-    assert load.links == {1: LinkLoad(64, 64)}
-    assert (load.figures.received_bytes, load.figures.extra_bytes) == (64, 0)
-
-
-def _halves():
-    return [Copy("a.weight", Region((start, 0), (4, 8), (1, 1)), "a", 0, (8, 1)) for start in (0, 4)]
 
 
 # -- a model without memory

@@ -14,14 +14,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sglang_reshard import SenderOptions, UpdateOptions, UpdateReport, VerlEngine, errors
-from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError, Unsupported
-from sglang_reshard.protocol.session import Session
-from sglang_reshard.trainer.collectives import broadcast_message
 from support.documents import ROOT, table
 from support.toy import VOCAB, ToyRank, checkpoint
 from support.world import run_world
@@ -149,16 +145,14 @@ def train_fsdp1(trainer, kind, given):
         sharded = ShardedStateDictConfig(offload_to_cpu=False)
         FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, sharded)
         state = model.state_dict()
-        named = {"items": list(state.items()), "generator": iter(state.items()), "dict": state, "module": model}[given]
+        named = {"items": list(state.items()), "dict": state, "module": model}[given]
         told.append(told_by(lambda named=named: engine.update_weights_from_tensor(named)))
     engine._sender.close()
     return told
 
 
 @shows(WHOLE, ITEMS)
-@pytest.mark.parametrize(
-    ("kind", "given"), [("tied", "items"), ("untied", "generator"), ("tied", "dict"), ("untied", "module")]
-)
+@pytest.mark.parametrize(("kind", "given"), [("tied", "items"), ("untied", "dict"), ("tied", "module")])
 def test_the_items_of_a_sharded_state_dict(kind, given):
     told, found = run_world(2, 2, train_fsdp1, serve, kind, given)
     assert told == [[True, True]] * 2
@@ -248,32 +242,6 @@ def test_data_parallel_trainers_with_an_engine_each(kind):
         assert all("trainer ranks of this update hold only" in message for message in told[:2]), told
         assert all("Create the sender on all ranks that hold shards of it" in message for message in told[:2])
         assert found == [[]]
-
-
-def train_for_engines_of_all_ranks(trainer):
-    """The same shards, of one sender over all trainer ranks, for both engines."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    host = Session.host() if trainer.rank == 0 else None
-    address = broadcast_message(host.address if host else None, Address, trainer.group)
-    sender = MultiEngineSender(address, trainer_rank=trainer.rank, global_ranks=(0, 1, 2, 3), timeout_s=30)
-    sender.set_engines(dict(zip(("first", "second"), trainer.send_one, strict=True)))
-    placements = [Shard(0), Shard(0)]
-    rows = {n: distribute_tensor(t, mesh, placements, src_data_rank=None) for n, t in state_of(1, "tied").items()}
-    told = {name: report.success for name, report in sender.update(rows.items()).items()}
-    sender.close()
-    return told
-
-
-def serve_alone(_rank, _size, requests, *_):
-    return serve(0, 1, requests, "tied")
-
-
-@shows(OVER_ALL)
-def test_one_sender_for_all_engines_takes_what_is_sharded_over_all_trainer_ranks():
-    assert "MultiEngineSender" in words(OVER_ALL)
-    told, found = run_world(4, 2, train_for_engines_of_all_ranks, serve_alone)
-    assert told == [{"first": True, "second": True}] * 4
-    assert found == [[{1}]] * 2
 
 
 def test_every_row_is_shown_by_a_test():

@@ -79,8 +79,3 @@ def test_a_rank_that_fails_alone_raises_its_own_failure():
 def test_an_interrupted_rank_waits_for_nobody():
     with pytest.raises(KeyboardInterrupt), Gathering(0, int, unreachable):
         raise KeyboardInterrupt
-
-
-def test_what_is_said_must_be_of_the_kind_that_was_agreed_on():
-    with pytest.raises(Mismatch, match="invalid Outcome message"), Gathering(0, int, lambda own: [own]) as told:
-        told.own = "seven"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import select
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from benchmark import pages
-from benchmark.gpu import facts, items, rate_items, recording, rehearsal, replay_items, runner
+from benchmark.gpu import facts, items, rate_items, rehearsal, runner
 from benchmark.gpu.item import Bench, Item, Skip
 from benchmark.gpu.place import DEVICE, GIB, MIB, Place, pattern, same_bytes
 from support.copy_tables import interpreted
@@ -52,6 +51,7 @@ def test_every_item_passes_on_virtual_cards_or_says_why_it_cannot_run(tmp_path, 
     assert done.returncode == 0
 
 
+@pytest.mark.sweep
 def test_items_that_once_needed_90_gib_fit_a_card_of_24_and_say_what_they_took(tmp_path):
     rows, _, done = rehearsed(tmp_path / "gpu.json", "--card", "22", "--only", "rate", "cost", "replay of qwen3-8b")
     assert {row["verdict"] for row in rows.values()} == {"pass"}, done.stderr[-4000:]
@@ -60,30 +60,6 @@ def test_items_that_once_needed_90_gib_fit_a_card_of_24_and_say_what_they_took(t
     assert 0 < rate["contiguous_bytes"] < rate["contiguous_bytes_on_a_larger_card"] == 8 * MIB
     replayed = rows["replay of qwen3-8b-tp4"]["seen"]
     assert 0 < replayed["source_bytes"] < replayed["source_bytes_of_the_model"]
-
-
-@pytest.mark.parametrize(
-    ("name", "card_gib", "whole"),
-    [
-        ("qwen3-30b-a3b-tp8", 78, True),  # 61 GB of shards, which are packed in blocks
-        ("qwen3-30b-a3b-tp8", 22, False),
-        ("qwen3-8b-tp4", 22, False),
-        ("deepseek-v3-slice-tp8-ep8", 22, True),
-    ],
-)
-def test_a_replay_takes_the_whole_model_where_it_fits(name, card_gib, whole):
-    found = recording.load(recording.recorded()[name])
-    contexts, kept_free = 2 * 600 * MIB, card_gib * GIB // 20
-    most = card_gib * GIB - contexts - kept_free
-    part = replay_items.part_of(found, most, len(found.copies))
-    assert (part.copies == found.copies) == whole
-    assert len(part.copies) > 50
-    held = {spec.name: spec.spec.nbytes for spec in part.layout.tensors}
-    live = {name: numel * getattr(torch, dtype).itemsize for name, (numel, dtype) in part.targets.items()}
-    assert held.keys() == {copy.source for copy in part.copies}
-    assert live.keys() == {copy.target for copy in part.copies}
-    allocated = sum(held.values()) * 1.06 + sum(live.values())  # five shards of 384 KiB in a block of 2 MiB
-    assert allocated + max(held.values()) + 2 * max(live.values()) < most
 
 
 def test_a_rehearsal_writes_a_row_for_each_item_and_the_page_shows_it(tmp_path):
@@ -213,29 +189,6 @@ def test_a_host_without_nvidia_smi_compiler_or_headers_is_described_all_the_same
     assert said == "torch's foreach, as Triton cannot be used: no C compiler and no Python.h"
 
 
-class SlowMemory:
-    """Takes 10 ms to be mapped."""
-
-    mapped = 0
-
-    def __init__(self, *_):
-        time.sleep(0.01)
-        SlowMemory.mapped += 1
-
-    def close(self):
-        SlowMemory.mapped -= 1
-
-
-def test_mapping_that_would_take_too_long_is_given_up_and_says_which_part_would_not(monkeypatch):
-    monkeypatch.setattr(replay_items, "PeerMemory", SlowMemory)
-    memory, part = replay_items._mapped([None] * 100, dict.fromkeys(range(100), ()), within_s=0.5)
-    assert not memory
-    assert 0.1 < part <= 0.5
-    assert SlowMemory.mapped == 0
-    memory, part = replay_items._mapped([None] * 4, dict.fromkeys(range(1, 4), ()), within_s=math.inf)
-    assert (list(memory), part) == ([1, 2, 3], 1.0)
-
-
 def waiting(here, file):
     Path(file).write_text(str(os.getpid()))
     time.sleep(100)
@@ -265,11 +218,6 @@ def test_the_next_item_waits_until_the_last_process_of_a_group_has_ended():
         assert select.select([pipe], [], [], 0) == ([pipe], [], [])
 
 
-def test_what_needs_more_gpus_is_skipped_by_name():
-    (row,) = runner.run([Item(20, "two GPUs: any", "", right, gpus=2)], NOWHERE, 1)
-    assert (row.verdict, row.why) == ("skipped", "needs 2 GPUs")
-
-
 def test_a_run_goes_on_with_the_items_that_have_not_passed(tmp_path):
     path = tmp_path / "gpu.json"
     first, _, _ = rehearsed(path, "--only", "peer access", "watchdog")
@@ -288,39 +236,12 @@ def test_a_run_goes_on_with_the_items_that_have_not_passed(tmp_path):
         facts.passed(path, head["host"])
 
 
-def test_items_that_tell_most_come_first():
-    assert [item.name for item in items.ITEMS[: len(items.FIRST)]] == list(items.FIRST)
-    assert len({item.name for item in items.ITEMS}) == len(items.ITEMS)
-
-
 def test_items_are_chosen_by_number_or_by_words():
     assert {item.number for item in items.chosen(["8"])} == {8}
     assert {item.number for item in items.chosen(["replay", "8"])} == {8, 18}
     assert items.chosen([]) == items.ITEMS
     with pytest.raises(SystemExit, match="no item is called 99"):
         items.chosen(["99"])
-
-
-@pytest.mark.parametrize("name", recording.recorded())
-def test_recordings_are_small_and_write_each_element_once(name):
-    path = recording.recorded()[name]
-    assert path.stat().st_size < 1 << 20
-    found = recording.load(path)
-    sizes = {name: numel for name, (numel, _) in found.targets.items()}
-    written = dict.fromkeys(sizes, 0)
-    for copy in found.copies:
-        written[copy.target] += copy.region.numel
-        last = copy.offset + sum((n - 1) * s for n, s in zip(copy.region.count, copy.strides, strict=True))
-        assert last < sizes[copy.target]
-    assert all(written[name] <= sizes[name] for name in sizes)
-
-
-def test_a_pattern_depends_on_place_and_number():
-    made = [torch.empty(5000, dtype=torch.uint8) for _ in range(2)]
-    for number, tensor in enumerate(made):
-        pattern(number, tensor)
-    assert not torch.equal(*made)
-    assert len(set(made[0].tolist())) > 200
 
 
 @pytest.mark.parametrize("numel", [0, 1, 70_000, 300_000])

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout.regions import LocalRegion
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.gpu.announce import rank_device, trainer_device
+from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.memory.gpu_memory import MARK_WORDS
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
-from sglang_reshard.memory.peer_memory import PeerMemory, ShardRead, unmap, unreadable_reason
+from sglang_reshard.memory.peer_memory import PeerMemory, unmap, unreadable_reason
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import describe, memory_identity
 from sglang_reshard.sources.memory_identity import MemoryIdentity
@@ -57,30 +58,11 @@ def test_shards_are_read_through_mappings_of_the_engines_own_device(gpu):
     assert sorted(gpu.opened.values()) == [0, 0]
 
 
-def test_only_allocations_that_are_read_are_opened(gpu):
-    """torch packs small shards into allocations of 2 MiB: a trainer rank of a large model has thousands."""
-    shards = [gpu.allocate(64).fill_(number) for number in range(8)]
-    handles = MemoryExporter(0).export(shards)
-    peer = PeerMemory(0, handles, GPU, [whole(2, shards[2]), whole(5, shards[5]), whole(2, shards[2])])
-    assert gpu.count("open") == 2
-    assert torch.equal(shard_in(peer, 5, shards[5]), shards[5])
-    with pytest.raises(Mismatch, match="tensor number 3 of trainer rank 0 is read, but not mapped"):
-        shard_in(peer, 3, shards[3])
-    assert peer.covers([whole(5, shards[5])])
-    assert not peer.covers([whole(5, shards[5]), whole(3, shards[3])])
-    peer.close()
-    assert (gpu.count("close"), gpu.count("synchronize")) == (2, 1)
-
-
 def test_memory_of_several_trainer_ranks_is_closed_after_one_wait(gpu):
     peers = [PeerMemory(t, MemoryExporter(t).export([gpu.allocate(64) for _ in range(3)]), GPU) for t in range(4)]
     unmap(peers)
     assert (gpu.count("open"), gpu.count("close"), gpu.count("synchronize")) == (12, 12, 1)
     assert gpu.calls.index(("synchronize", "cuda:3")) < [c[0] for c in gpu.calls].index("close")
-
-
-def whole(number, like):
-    return ShardRead(number, LocalRegion.whole(tuple(like.shape)), like.dtype.itemsize)
 
 
 def test_what_was_opened_is_closed_if_the_rest_cannot_be(gpu):
@@ -113,15 +95,6 @@ def test_memory_without_handles_is_published_with_the_reason(gpu):
     assert unreadable_reason(handles, 5, GPU) == handles.reason
 
 
-def test_one_handle_tells_whether_a_rank_can_be_mapped(gpu):
-    handles = MemoryExporter(0).export(some_shards(gpu))
-    assert unreadable_reason(handles, 0, GPU) == ""
-    assert (gpu.count("open"), gpu.count("close")) == (1, 1)
-    gpu.without_handles = "no peer access"
-    assert "cannot be mapped for cuda:3" in unreadable_reason(handles, 0, GPU)
-    assert "cannot be mapped by an engine rank on cpu" in unreadable_reason(handles, 0, CPU)
-
-
 @pytest.mark.parametrize("broken", [0, MARK_WORDS - 1])
 def test_memory_that_reads_as_other_bytes_cannot_be_mapped(gpu, broken):
     """Behind PCIe ACS or an IOMMU reads from GPU to GPU may end, and bring what nobody wrote."""
@@ -146,14 +119,6 @@ def test_where_there_is_no_memory_for_a_mark_a_handle_is_tried(gpu, monkeypatch)
     assert gpu.count("open") == 1
 
 
-def test_one_file_tells_whether_host_memory_can_be_mapped():
-    weight = torch.ones(3)
-    handles = MemoryExporter(0).export([weight])
-    assert unreadable_reason(handles, 0, CPU) == ""
-    other = Handles((type(handles.storages[0])(1, 0, 1, 4096),), handles.shards)
-    assert "trainer rank 4" in unreadable_reason(other, 4, CPU)
-
-
 # -- memory that is not what it was
 
 
@@ -172,30 +137,6 @@ def test_memory_that_was_freed_and_allocated_again_at_its_address_gets_a_new_han
     assert first.layout == second.layout
     assert first.handles != second.handles
     assert gpu.count("export") == 3
-
-
-def test_the_same_allocation_is_not_published_again(gpu):
-    first, second = published_twice(gpu, lambda memory: memory.fill_(1))
-    assert second is first
-    assert (gpu.count("export"), gpu.count("allocation")) == (2, 2)
-
-
-def test_another_storage_at_the_same_address_in_the_same_allocation_keeps_its_handle(gpu):
-    memory = gpu.allocate(64)
-    exporter = MemoryExporter(0)
-    first = exporter.export([memory.view(torch.float32)])
-    assert exporter.export([torch.frombuffer(gpu._allocations[memory.data_ptr()][1], dtype=torch.float32)]) == first
-    gpu.reallocate(memory)
-    assert exporter.export([memory.view(torch.float32)]) != first
-
-
-def test_a_freed_allocation_is_not_current(gpu):
-    memory = gpu.allocate(64)
-    exporter = MemoryExporter(0)
-    exporter.export([memory])
-    assert exporter.is_current()
-    gpu.free(memory)
-    assert not exporter.is_current()
 
 
 def test_a_storage_of_another_size_is_changed(monkeypatch):
@@ -258,3 +199,21 @@ def test_every_gpu_that_a_shard_is_on_is_waited_for_in_every_update(gpu, monkeyp
     waits = [call for call in gpu.calls if call[0] == "synchronize"]
     assert waits == [("synchronize", "cuda:0", "cuda:1")] * 2
     assert gpu.calls.index(waits[0]) < gpu.calls.index(next(c for c in gpu.calls if c[0] == "export"))
+
+
+# -- what ranks announce of their GPUs
+
+
+def test_a_rank_announces_its_gpu_and_what_nccl_s_members_must_agree_on(gpu, monkeypatch):
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")  # need not agree
+    expected = {"version": "2.99", "NCCL_CUMEM_ENABLE": "0"}
+    assert rank_device(GPU) == RankGpuInfo(UUID, (UUID,), "native", expected)
+    assert rank_device(None) == rank_device(CPU) == RankGpuInfo()
+
+
+def test_a_trainer_rank_with_offloaded_shards_has_the_gpu_that_its_process_uses(gpu):
+    assert trainer_device([torch.ones(1)]) == GPU
+    assert trainer_device([torch.ones(1), gpu.allocate(4)]) == CPU, "its shards'"
+    gpu._uses_gpu = False
+    assert trainer_device([torch.ones(1)]) is None

@@ -2,14 +2,11 @@
 
 import gc
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import LocalRegion
 from sglang_reshard.memory import peer_memory as memory_module
 from sglang_reshard.memory.host_arena import HostArena
@@ -40,23 +37,6 @@ def test_offloaded_shards_are_copied_and_stay_as_they_are(gpu):
             assert shard_in(peer, number, shard).data_ptr() % 64 == 0
     assert handles.shards[1] == handles.shards[4]  # the same memory is copied once
     peer.close()
-
-
-def test_handles_stay_the_same_and_values_are_new_in_every_update(gpu):
-    publisher = ShardPublisher(Session.host(), 0, (0,))
-    shards = some_shards()
-    first = publisher.publish(named(shards))
-    peer = PeerMemory(0, publisher._handles, GPU)
-    shards[0].add_(100)  # in place: the list is unchanged
-    second = publisher.publish(named(shards))
-    assert second is first
-    assert torch.equal(shard_in(peer, 0, shards[0]), shards[0])
-    anew = some_shards(7)  # offloaded again, to other memory
-    third = publisher.publish(named(anew))
-    assert torch.equal(shard_in(peer, 1, anew[1]), anew[1])
-    assert (first.layout, first.handles) == (third.layout, third.handles)
-    peer.close()
-    publisher.close()
 
 
 def named(shards):
@@ -94,43 +74,11 @@ def test_the_arena_keeps_no_shard_alive(gpu):
     publisher.close()
 
 
-def memory_files():
-    """The descriptors of memory that other processes can map."""
-    links = [Path("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
-    names = [os.readlink(link) for link in links if os.path.lexists(link)]
-    return sum(name.startswith(("/dev/shm/", "/memfd:")) for name in names)
-
-
-def test_shards_of_other_shapes_get_another_arena_and_none_is_kept(gpu):
-    exporter = MemoryExporter(0)
-    before = memory_files()
-    first = exporter.export([torch.ones(3)])
-    second = exporter.export([torch.ones(4)])
-    assert first.storages != second.storages
-    gc.collect()
-    assert memory_files() == before + 1
-    exporter.export([gpu.allocate(16)])  # back on the GPU
-    assert memory_files() == before
-    exporter.export([torch.ones(3)])
-    exporter.close()
-    assert memory_files() == before
-
-
 def test_too_little_shared_memory_leaves_p2p(gpu, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=100))
     handles = MemoryExporter(3).export([torch.ones(100)])
     assert handles.storages == ()
     assert handles.reason.startswith("trainer rank 3 has to move 448 bytes of shards into shared memory, but /dev/shm")
-
-
-def test_shards_on_the_gpu_and_in_host_memory_are_handed_over_together(gpu):
-    shards = [torch.arange(3.0), gpu.allocate(12).view(torch.float32).fill_(5), torch.arange(4.0)]
-    exporter = MemoryExporter(0)
-    handles = exporter.export(shards)
-    assert [type(handle).__name__ for handle in handles.storages] == ["GpuAllocation", "ShmStorage"]
-    peer = PeerMemory(0, handles, GPU)
-    assert all(torch.equal(shard_in(peer, number, shard), shard) for number, shard in enumerate(shards))
-    peer.close()
 
 
 def test_pinned_shards_are_copied_whoever_has_them_and_the_others_are_moved_in_place():
@@ -146,16 +94,6 @@ def test_pinned_shards_are_copied_whoever_has_them_and_the_others_are_moved_in_p
         assert torch.equal(shard_in(peer, 0, pinned), pinned)
         assert not runtime.registered
         peer.close()
-
-
-def test_host_memory_is_registered_as_long_as_it_is_mapped(gpu):
-    exporter = MemoryExporter(0)
-    peer = PeerMemory(0, exporter.export([torch.ones(2000)]), GPU)
-    (address,) = gpu.registered
-    assert gpu.registered[address] == 8192  # whole pages
-    assert shard_in(peer, 0, torch.ones(2000)).data_ptr() == address
-    peer.close()
-    assert not gpu.registered
 
 
 def test_only_pages_that_are_read_are_registered(gpu):
@@ -226,10 +164,3 @@ def test_nothing_is_copied_before_the_way_to_the_host_has_ended(gpu, monkeypatch
     assert shard_in(peer, 0, shard).tolist() == [6.0] * 3
     peer.close()
     publisher.close()
-
-
-def test_a_freed_storage_is_refused_by_name(gpu):
-    freed = torch.ones(4)
-    freed.untyped_storage().resize_(0)
-    with pytest.raises(Unsupported, match="trainer rank 3: w no longer has memory"):
-        MemoryExporter(3).export([freed], ["w"])

@@ -107,18 +107,6 @@ def test_a_draft_follows_whose_head_is_a_part_of_the_targets():
     assert derived.remark == ""
 
 
-def test_a_draft_that_is_refused_for_a_missing_tensor_keeps_its_head():
-    target = Model()
-    draft = as_started(target)
-    both = TargetAndDrafts(target, Drafts([draft], TOKENS))
-    derived = DerivedState(both)
-    derived.signature()
-    given = {name: tensor for name, tensor in weights().items() if name != "fc.weight"}
-    with pytest.raises(Exception, match=r"target\.fc\.weight"):
-        trace(both, specs_of(given))
-    assert torch.equal(draft.lm_head.weight, target.lm_head.weight[TOKENS])
-
-
 def test_the_workers_copy_of_an_eagle_3_s_tokens_follows_and_its_head_is_its_own():
     target, draft, copy = Model(), Eagle3(), torch.zeros_like(TOKENS)
     both = TargetAndDrafts(target, Drafts([draft], copy))
