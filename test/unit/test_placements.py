@@ -1,8 +1,6 @@
 """Shard maps and local shapes of meshes and placements, against torch's own DTensor."""
 
 import contextlib
-import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,16 +104,6 @@ def test_uneven_fsdp2_over_tp_splits_tp_first(length, dp, tp):
         assert assembled(held, rank, rows).tolist() == expected.tolist()
 
 
-@given(layouts())
-def test_shards_cover_every_element_once(layout):
-    shape, mesh_shape, placements = layout
-    held = compute_shard_map(shape, Mesh(mesh_shape, tuple(range(world_of(mesh_shape)))), tuple(map(ours, placements)))
-    count = torch.zeros(shape, dtype=torch.int64)
-    for box in {shard.box for shard in held.shards}:
-        count[box.slices()] += 1
-    assert (count == 1).all()
-
-
 def test_a_tensor_on_the_tp_part_of_a_mesh_is_replicated_over_the_rest():
     descriptions = []
     for rank in range(4):
@@ -126,44 +114,6 @@ def test_a_tensor_on_the_tp_part_of_a_mesh_is_replicated_over_the_rest():
     assert all(d == descriptions[0] for d in descriptions)
     shards = descriptions[0].shard_map(descriptions[0].tensors[0]).shards
     assert [(p.box.start, p.ranks) for p in shards] == [((0,), (0, 2)), ((4,), (1, 3))]
-
-
-def test_views_and_plain_tensors_stay_where_they_are():
-    flat = torch.arange(12.0)
-    with as_rank(0, 2):
-        state = describe([("a", flat[:8].view(2, 4)), ("b", flat[8:])], trainer_rank=0, global_ranks=(0, 1))
-    assert [s.data_ptr() for s in state.shards] == [flat.data_ptr(), flat[8:].data_ptr()]
-    assert [p.ranks for t in state.layout.tensors for p in state.layout.shard_map(t).shards] == [
-        (0, 1),
-        (0, 1),
-    ]
-
-
-def test_verl_shard_specs_are_read_by_their_attributes():
-    class Spec:
-        full_shape = (5, 2)
-        placements = (Shard(0),)
-
-        def __init__(self, mesh):
-            self.mesh = mesh
-
-    for rank, rows in enumerate((3, 2)):
-        with as_rank(rank, 2):
-            spec = Spec(DeviceMesh("cpu", torch.arange(2)))
-            state = describe([("w", torch.zeros(rows * 2), spec)], trainer_rank=rank, global_ranks=(0, 1))
-            assert state.shards[0].shape == (rows, 2)
-
-
-def test_a_shard_spec_on_the_tp_part_of_a_mesh_is_replicated_over_the_rest():
-    layouts = []
-    for rank in range(4):
-        with as_rank(rank, 4):
-            mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-            spec = SimpleNamespace(full_shape=(4, 2), mesh=mesh["tp"], placements=(Shard(0),))
-            state = describe([("w", torch.zeros(4), spec)], trainer_rank=rank, global_ranks=(0, 1, 2, 3))
-            layouts.append(state.layout)
-    assert all(layout == layouts[0] for layout in layouts)
-    assert [p.ranks for p in layouts[0].shard_map(layouts[0].tensors[0]).shards] == [(0, 2), (1, 3)]
 
 
 def test_a_mesh_with_ranks_outside_the_update_is_refused():
@@ -180,21 +130,6 @@ def test_a_name_passed_twice_and_no_tensors_are_refused():
             describe([("w", torch.zeros(1)), ("w", torch.zeros(1))], trainer_rank=0, global_ranks=(0,))
         with pytest.raises(Mismatch, match="no tensors"):
             describe([], trainer_rank=0, global_ranks=(0,))
-
-
-def test_shards_tile_the_local_tensor():
-    of_mesh = (11, 4), Mesh((3, 2), tuple(range(6))), (Placement(0, 2), Placement(0))
-    held = compute_shard_map(*of_mesh)
-    for rank, shape in compute_local_shapes(*of_mesh).items():
-        seen = [
-            index
-            for shard in held.shards
-            if rank in shard.ranks
-            for index in itertools.product(
-                *(range(a, a + n) for a, n in zip(shard.local_start, shard.box.shape, strict=True))
-            )
-        ]
-        assert sorted(seen) == list(itertools.product(*map(range, shape)))
 
 
 def test_local_bytes_are_those_of_the_local_tensors():

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_reshard.errors import TornWeights, WeightsMissing
 from sglang_reshard.patches import request_gate, stock_weights, torn_weights, weights_info
-from test_patches import asked, body, start
+from sglang_reshard.patches.http_server import RefusalMiddleware
 
 STARTING, UP = SimpleNamespace(name="Starting"), SimpleNamespace(name="Up")
 
@@ -94,13 +94,47 @@ def test_requests_that_wait_for_an_update_are_refused_only_if_it_brings_nothing(
     assert it.rid_to_state == {}
 
 
+START = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+def asked(app, it, path="/generate"):
+    """What a client gets: the status, the body, and what was raised instead of the rest."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def answered():
+        try:
+            await RefusalMiddleware(app, it)({"type": "http", "path": path, "root_path": ""}, None, send)
+        except TornWeights as raised:
+            return raised
+
+    error = asyncio.run(answered())
+    statuses = [m["status"] for m in sent if m["type"] == "http.response.start"]
+    return statuses, b"".join(m.get("body", b"") for m in sent), error
+
+
 def requesting(it):
     async def endpoint(_scope, _receive, send):
         request_gate.refuse_on_arrival(it)
-        for message in (start(), body(b"token")):
+        for message in (START, {"type": "http.response.body", "body": b"token"}):
             await send(message)
 
     return endpoint
+
+
+def test_a_stream_that_has_begun_is_broken_off():
+    it = manager("auto")
+
+    async def endpoint(_scope, _receive, send):
+        for message in (START, {"type": "http.response.body", "body": b"tokens", "more_body": True}):
+            await send(message)
+        torn_weights.mark(it, "half of update 7")
+        request_gate.refuse_on_arrival(it)
+
+    statuses, data, error = asked(endpoint, it)
+    assert (statuses, data, type(error)) == ([200], b"tokens", TornWeights)
 
 
 @pytest.mark.parametrize("path", ["/generate", "/health", "/health_generate"])

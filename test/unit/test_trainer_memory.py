@@ -10,10 +10,8 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine import trainer_memory
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.trainer_memory import TrainerMemory
-from support.toy import ToyRank, checkpoint
+from support import toy_serving
 from support.toy_trainers import State
 from support.world import run_world
 
@@ -141,14 +139,7 @@ def serve(rank, size, requests):
         return NO_HANDLES if (rank, trainer_rank) == (1, 0) and first else real(handles, trainer_rank, device)
 
     trainer_memory.unreadable_reason = reason
-    model, stock = ToyRank(rank, size), ToyRank(rank, size)
-    receiver = WeightReceiver(TracedModel(model), rank, size, CPU)
-    exact = []
-    for version, request in enumerate(requests, start=1):
-        requests.answer(receiver.update(request))
-        stock.load_weights(checkpoint(version).items())
-        exact.append(all(torch.equal(p, getattr(model, n)) for n, p in stock.named_parameters()))
-    return tries, exact
+    return tries, toy_serving.serve(rank, size, requests)
 
 
 def test_a_pair_that_cannot_read_is_sent_to_until_it_can():
@@ -157,6 +148,6 @@ def test_a_pair_that_cannot_read_is_sent_to_until_it_can():
     assert first[0] == warm[0] == "ipc+p2p"
     assert f"engine rank 1 cannot map the memory of trainer rank 0: {NO_HANDLES}" in first[1]
     assert moved[0] == "ipc"
-    for tries, exact in engines:
+    for tries, versions in engines:
         assert sorted(tries) == [0, 0, 1, 1], "once for each set of handles"
-        assert exact == [True, True, True]
+        assert versions == [1, 2, 3]

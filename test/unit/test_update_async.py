@@ -17,8 +17,6 @@ from benchmark.matrices import Matrices
 from sglang_reshard import tasks
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.context import UpdateContext
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import (
     Aborted,
@@ -31,10 +29,10 @@ from sglang_reshard.errors import (
 )
 from sglang_reshard.extras.asynchronous.background import UpdateHandle
 from support.sweep import sweep
-from support.toy import ToyRank, checkpoint
+from support.toy import checkpoint
+from support.toy_serving import serve
 from support.world import run_world
 
-CPU = torch.device("cpu")
 TRAINERS = ENGINES = 2
 
 
@@ -52,23 +50,6 @@ def become(weights: dict[str, Any], version: int | None) -> None:
                 local.fill_(float("nan"))
             else:
                 local.copy_(fsdp(version)[name].to_local())
-
-
-def serve(rank: int, size: int, requests: Any, *_: Any) -> list[int]:
-    """The version of the live weights after each update, 0 if they are not one."""
-    model = ToyRank(rank, size)
-    receiver = WeightReceiver(TracedModel(model), rank, size, CPU)
-    seen = []
-    for request in requests:
-        requests.answer(receiver.update(request))
-        seen.append(next((v for v in range(1, 9) if same(model, rank, size, v)), 0))
-    return seen
-
-
-def same(model: ToyRank, rank: int, size: int, version: int) -> bool:
-    expected = ToyRank(rank, size)
-    expected.load_weights(checkpoint(version).items())
-    return all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
 
 
 def step_meanwhile(trainer: Any, transport: str, options: dict[str, Any]) -> tuple[list[Any], int, int]:
@@ -133,7 +114,7 @@ def one_at_a_time(trainer: Any) -> dict[str, Any]:
     seen: dict[str, Any] = {"running": not first.done()}
     with pytest.raises(DeadlineExceeded, match=r"version '1' has not ended within 0\.1 s and is still running"):
         first.wait(0.1)
-    with pytest.raises(Mismatch, match="running in another thread"):
+    with pytest.raises(Mismatch, match="update 1 is running in another thread; wait for it to return"):
         sender.update(weights.items(), weight_version="9")
     become(weights, 2)
     skipped = [sender.update_async(weights.items(), weight_version=v, latest_only=True) for v in ("2", "3")]

@@ -188,33 +188,6 @@ def refused(descriptor, nbytes=None):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(path := tmp_path / "pipe")
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    refused(descriptor, 4096)
-    os.close(descriptor)
-
-
-def test_devices_folders_and_files_with_a_name_are_not_mapped(tmp_path):
-    named = "/dev/shm/sglang_reshard_test_manifests"
-    for path, flags in ((tmp_path, os.O_RDONLY), ("/dev/zero", os.O_RDONLY), (named, os.O_RDWR | os.O_CREAT)):
-        descriptor = os.open(path, flags)
-        try:
-            refused(descriptor, 4096)
-        finally:
-            os.close(descriptor)
-            if path == named:
-                os.unlink(named)
-
-
-def test_a_file_on_a_disk_is_not_mapped():
-    """Without a name, as shared memory is, but cut short by whoever can write to the disk."""
-    descriptor = os.open(os.path.dirname(__file__), os.O_RDWR | os.O_TMPFILE)
-    os.ftruncate(descriptor, 4096)
-    refused(descriptor)
-    os.close(descriptor)
-
-
 def test_shared_memory_of_another_size_is_not_mapped():
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, 4096)
