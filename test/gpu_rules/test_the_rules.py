@@ -63,7 +63,6 @@ RULES = {
         (
             ONE_FAILS,
             f"{WAITS}::test_a_broadcast_that_is_aborted_beside_a_stopped_peer_stops_no_other_thread",
-            "unit/test_nccl.py::test_a_broadcast_group_is_connected_before_it_is_used_and_its_waits_are_bounded",
             "unit/test_abortable_group.py::test_a_broadcast_ends_at_its_deadline_and_names_the_others",
         ),
     ),
@@ -72,7 +71,6 @@ RULES = {
         (
             ONE_FAILS,
             "unit/test_nccl.py::test_it_is_made_without_a_watchdog_and_does_not_block",
-            "unit/test_nccl.py::test_an_operation_that_failed_is_an_error_of_this_rank_and_the_process_lives",
             "unit/test_nccl.py::test_an_abort_does_not_ask_the_users_groups_to_end_the_process",
         ),
     ),
@@ -85,8 +83,6 @@ RULES = {
         (
             ONE_FAILS,
             f"{WAITS}::test_connecting_to_a_peer_that_is_stopped_ends_and_stops_no_other_thread",
-            "unit/test_nccl.py::test_connecting_ends_when_another_thread_aborts",
-            "unit/test_nccl.py::test_a_rank_that_does_not_connect_is_named_at_the_deadline",
         ),
     ),
     8: Rule(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
 import sys
 from typing import Any
 
@@ -105,18 +103,6 @@ def test_a_json_line_has_what_is_known() -> None:
     assert told.pop("time").endswith("Z")
     assert told.pop("exception").endswith("ValueError: two\nlines")
     assert told == {"level": "ERROR", "logger": "sglang_reshard.x", "message": "a b", "update": 7}
-
-
-def test_the_environment_switches_json_on() -> None:
-    code = (
-        "from sglang_reshard.observability.logs import configure, get_logger, log_context\n"
-        "configure(); configure()\n"
-        "with log_context(update=7, version='42'): get_logger('sglang_reshard.x').info('slow')"
-    )
-    environment = {**os.environ, "SGLANG_RESHARD_LOG": "json"}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, check=True, timeout=300)
-    told = json.loads(ran.stderr)
-    assert (told["message"], told["update"], told["version"]) == ("slow", 7, "42")
 
 
 def test_an_unknown_format_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

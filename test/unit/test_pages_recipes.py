@@ -17,88 +17,58 @@ RECIPES = ROOT / "docs" / "recipes"
 BATCH = RECIPES / "slurm" / "train-and-serve.sbatch"
 MANIFESTS = sorted((RECIPES / "kubernetes").glob("*.yaml"))
 
-# Fields of Kubernetes' API, as its own client has them: what the manifests use of each type, and the field's type.
-# [T]: a list of them; {}: any mapping of strings.
-FIELDS: dict[str, dict[str, Any]] = {
-    "Job": {"apiVersion": str, "kind": str, "metadata": "ObjectMeta", "spec": "JobSpec"},
-    "Deployment": {"apiVersion": str, "kind": str, "metadata": "ObjectMeta", "spec": "DeploymentSpec"},
-    "Service": {"apiVersion": str, "kind": str, "metadata": "ObjectMeta", "spec": "ServiceSpec"},
-    "Secret": {"apiVersion": str, "kind": str, "metadata": "ObjectMeta", "type": str, "stringData": {}},
-    "ObjectMeta": {"name": str, "labels": {}},
-    "JobSpec": {
-        "backoffLimit": int,
-        "completionMode": str,
-        "completions": int,
-        "parallelism": int,
-        "template": "PodTemplate",
-    },
-    "DeploymentSpec": {
-        "replicas": int,
-        "selector": "LabelSelector",
-        "strategy": "Strategy",
-        "template": "PodTemplate",
-    },
-    "Strategy": {"rollingUpdate": "RollingUpdate"},
-    "RollingUpdate": {"maxSurge": int, "maxUnavailable": int},
-    "LabelSelector": {"matchLabels": {}},
-    "ServiceSpec": {"clusterIP": str, "ports": ["ServicePort"], "publishNotReadyAddresses": bool, "selector": {}},
-    "ServicePort": {"name": str, "port": int, "targetPort": int},
-    "PodTemplate": {"metadata": "ObjectMeta", "spec": "PodSpec"},
-    "PodSpec": {
-        "containers": ["Container"],
-        "initContainers": ["Container"],
-        "restartPolicy": str,
-        "securityContext": "PodSecurity",
-        "shareProcessNamespace": bool,
-        "subdomain": str,
-        "volumes": ["Volume"],
-    },
-    "PodSecurity": {"runAsUser": int, "runAsGroup": int, "runAsNonRoot": bool},
-    "Container": {
-        "name": str,
-        "image": str,
-        "restartPolicy": str,
-        "command": [str],
-        "args": [str],
-        "env": ["EnvVar"],
-        "ports": ["ContainerPort"],
-        "readinessProbe": "Probe",
-        "startupProbe": "Probe",
-        "resources": "Resources",
-        "securityContext": "Security",
-        "volumeMounts": ["VolumeMount"],
-    },
-    "EnvVar": {"name": str, "value": str, "valueFrom": "EnvVarSource"},
-    "EnvVarSource": {"secretKeyRef": "SecretKey"},
-    "SecretKey": {"name": str, "key": str},
-    "ContainerPort": {"name": str, "containerPort": int},
-    "Probe": {"exec": "Exec", "httpGet": "HttpGet", "periodSeconds": int, "failureThreshold": int},
-    "Exec": {"command": [str]},
-    "HttpGet": {"path": str, "port": str, "scheme": str},
-    "Resources": {"requests": {}, "limits": {}},
-    "Security": {"capabilities": "Capabilities"},
-    "Capabilities": {"add": [str]},
-    "Volume": {"name": str, "emptyDir": "EmptyDir", "persistentVolumeClaim": "Claim", "secret": "SecretVolume"},
-    "EmptyDir": {"medium": str, "sizeLimit": str},
-    "Claim": {"claimName": str},
-    "SecretVolume": {"secretName": str, "items": ["KeyToPath"]},
-    "KeyToPath": {"key": str, "path": str},
-    "VolumeMount": {"name": str, "mountPath": str, "readOnly": bool},
+# Fields of Kubernetes' API, as its own client has them: what the manifests use of each type. A field is a string, or
+# of the type behind its colon; [T] is a list of them, and {} any mapping of strings.
+FIELDS = {
+    "Job": "apiVersion kind metadata:ObjectMeta spec:JobSpec",
+    "Deployment": "apiVersion kind metadata:ObjectMeta spec:DeploymentSpec",
+    "Service": "apiVersion kind metadata:ObjectMeta spec:ServiceSpec",
+    "Secret": "apiVersion kind metadata:ObjectMeta type stringData:{}",
+    "ObjectMeta": "name labels:{}",
+    "JobSpec": "backoffLimit:int completionMode completions:int parallelism:int template:PodTemplate",
+    "DeploymentSpec": "replicas:int selector:LabelSelector strategy:Strategy template:PodTemplate",
+    "Strategy": "rollingUpdate:RollingUpdate",
+    "RollingUpdate": "maxSurge:int maxUnavailable:int",
+    "LabelSelector": "matchLabels:{}",
+    "ServiceSpec": "clusterIP ports:[ServicePort] publishNotReadyAddresses:bool selector:{}",
+    "ServicePort": "name port:int targetPort:int",
+    "PodTemplate": "metadata:ObjectMeta spec:PodSpec",
+    "PodSpec": "containers:[Container] initContainers:[Container] restartPolicy securityContext:PodSecurity"
+    " shareProcessNamespace:bool subdomain volumes:[Volume]",
+    "PodSecurity": "runAsUser:int runAsGroup:int runAsNonRoot:bool",
+    "Container": "name image restartPolicy command:[str] args:[str] env:[EnvVar] ports:[ContainerPort]"
+    " readinessProbe:Probe startupProbe:Probe resources:Resources securityContext:Security volumeMounts:[VolumeMount]",
+    "EnvVar": "name value valueFrom:EnvVarSource",
+    "EnvVarSource": "secretKeyRef:SecretKey",
+    "SecretKey": "name key",
+    "ContainerPort": "name containerPort:int",
+    "Probe": "exec:Exec httpGet:HttpGet periodSeconds:int failureThreshold:int",
+    "Exec": "command:[str]",
+    "HttpGet": "path port scheme",
+    "Resources": "requests:{} limits:{}",
+    "Security": "capabilities:Capabilities",
+    "Capabilities": "add:[str]",
+    "Volume": "name emptyDir:EmptyDir persistentVolumeClaim:Claim secret:SecretVolume",
+    "EmptyDir": "medium sizeLimit",
+    "Claim": "claimName",
+    "SecretVolume": "secretName items:[KeyToPath]",
+    "KeyToPath": "key path",
+    "VolumeMount": "name mountPath readOnly:bool",
 }
+SCALARS = {"": str, "str": str, "int": int, "bool": bool, "{}": dict}
 
 
-def problems(value: Any, kind: Any, where: str) -> list[str]:
+def problems(value: Any, kind: str, where: str) -> list[str]:
     """Says which fields of a manifest do not exist, or have another type."""
-    if isinstance(kind, list):
+    if kind.startswith("["):
         if not isinstance(value, list):
             return [f"{where} is no list"]
-        return [found for number, one in enumerate(value) for found in problems(one, kind[0], f"{where}[{number}]")]
-    if isinstance(kind, str):
-        known = FIELDS[kind]
-        unknown = [f"{where} has no {name}" for name in value if name not in known]
-        return unknown + [f for n, v in value.items() if n in known for f in problems(v, known[n], f"{where}.{n}")]
-    expected = dict if kind == {} else kind
-    return [] if type(value) is expected else [f"{where} is {value!r}"]
+        return [found for number, one in enumerate(value) for found in problems(one, kind[1:-1], f"{where}[{number}]")]
+    if kind in SCALARS:
+        return [] if type(value) is SCALARS[kind] else [f"{where} is {value!r}"]
+    known = {name: kind for name, _, kind in (field.partition(":") for field in FIELDS[kind].split())}
+    unknown = [f"{where} has no {name}" for name in value if name not in known]
+    return unknown + [f for n, v in value.items() if n in known for f in problems(v, known[n], f"{where}.{n}")]
 
 
 def objects(path: Path) -> list[dict[str, Any]]:

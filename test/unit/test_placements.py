@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sglang_reshard.errors import Mismatch, Unsupported
@@ -80,28 +79,6 @@ def check_against_torch(shape, mesh_shape, placements):
 @given(layouts())
 def test_shard_and_replicate_as_distribute_tensor_does(layout):
     check_against_torch(*layout)
-
-
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 2), (2, 4)])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_strided_shard_is_fsdp2_over_tensor_parallelism(mesh_shape, dim):
-    """FSDP2 shards the tensor-parallel shard: rows of one rank are a slice of its TP rows."""
-    dp, tp = mesh_shape
-    shape = (dp * tp * 2, dp * tp * 2)
-    check_against_torch(shape, mesh_shape, (_StridedShard(dim, split_factor=tp), Shard(dim)))
-
-
-@pytest.mark.parametrize(("length", "dp", "tp"), [(7, 3, 2), (10, 3, 4), (9, 2, 2), (5, 4, 3)])
-def test_uneven_fsdp2_over_tp_splits_tp_first(length, dp, tp):
-    mesh = Mesh((dp, tp), tuple(range(dp * tp)))
-    held = compute_shard_map((length,), *in_order_of_strides(mesh, (Placement(0, tp), Placement(0))))
-    rows = torch.arange(length)
-    for rank in range(dp * tp):
-        tp_shards = rows.chunk(tp)
-        tp_shard = tp_shards[rank % tp] if rank % tp < len(tp_shards) else rows[:0]
-        chunks = tp_shard.chunk(dp) if len(tp_shard) else []
-        expected = chunks[rank // tp] if rank // tp < len(chunks) else rows[:0]
-        assert assembled(held, rank, rows).tolist() == expected.tolist()
 
 
 def test_a_tensor_on_the_tp_part_of_a_mesh_is_replicated_over_the_rest():

@@ -79,13 +79,6 @@ def test_what_is_said_is_no_markup_and_wide_enough() -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_a_report_without_ranks_or_seconds_can_be_shown() -> None:
-    bare = report(Many(0, 0), seconds={})
-    assert "bytes of 0 engine ranks" in str(bare)
-    assert bare.bytes_per_second == 0.0
-    assert bare.peak_extra_bytes == 0
-
-
 def test_json_and_dict_carry_everything_back() -> None:
     made = report(Many(2, 3))
     assert msgspec.convert(json.loads(made.json()), UpdateReport) == made
@@ -98,15 +91,6 @@ def test_sums_over_ranks() -> None:
     assert made.bytes_per_second == pytest.approx(2.5e6)
     assert made.peak_extra_bytes == 2000
     assert made.line() == "version 42, 0.010 GB to 4 engine ranks with transport ipc in 20.000 s"
-
-
-def test_rich_shows_the_same_table() -> None:
-    from rich.console import Console
-
-    console = Console(width=100, color_system=None)
-    with console.capture() as captured:
-        console.print(report(Many(2, 2)))
-    assert "bytes of 2 engine ranks" in captured.get()
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,20 @@ import pytest
 from sglang_reshard.errors import TornWeights, WeightsMissing
 from sglang_reshard.patches import request_gate, stock_weights, torn_weights, weights_info
 from sglang_reshard.patches.http_server import RefusalMiddleware
+from test_weights_info import REQUEST
 
 STARTING, UP = SimpleNamespace(name="Starting"), SimpleNamespace(name="Up")
 
 
-def manager(load_format="dummy", status=UP, **more):
-    server_args = SimpleNamespace(load_format=load_format, enable_memory_saver=True)
+def manager(load_format="dummy", status=UP, arguments=(), **more):
+    server_args = SimpleNamespace(load_format=load_format, **{"enable_memory_saver": True} | dict(arguments))
     it = SimpleNamespace(enable_metrics=False, is_pause=False, server_args=server_args, server_status=status)
     vars(it).update(more)
     return it
 
 
-def release(it):
-    asyncio.run(weights_info.around_release(stock, it, SimpleNamespace(tags=["weights"])))
+def release(it, *tags):
+    asyncio.run(weights_info.around_release(stock, it, SimpleNamespace(tags=list(tags))))
 
 
 async def stock(*_, **__):
@@ -48,12 +49,12 @@ def test_an_engine_on_dummy_weights_refuses_until_an_update_has_written():
 def test_an_engine_with_a_checkpoint_refuses_once_it_has_released_its_weights():
     it = manager("auto")
     assert request_gate.refusal(it) is None
-    release(it)
+    release(it, "weights")
     with pytest.raises(WeightsMissing, match="has released its weights"):
         request_gate.refuse_on_arrival(it)
     stock_weights.written(it)
     assert request_gate.refusal(it) is None
-    release(it)
+    release(it, "weights")
     assert kind(it) is WeightsMissing
 
 
@@ -161,3 +162,28 @@ def test_a_server_that_waits_for_weights_before_it_is_ready_is_told_of_them():
     stock_weights.written(it)
     assert it.initial_weights_loaded
     assert asked(requesting(it), it) == ([200], b"token", None)
+
+
+# -- what engine ranks are told of weights that SGLang itself has loaded or released
+
+
+def told(it):
+    request = stock_weights.told(it, REQUEST)
+    return request.stock_changes, request.stock_loaded
+
+
+def test_weights_that_are_released_are_lost_and_a_load_from_disk_brings_them():
+    it = manager()
+    assert told(it) == (1, False)
+    stock_weights.loaded(it)
+    assert told(it) == (2, True)
+    for tags, expected in ((["kv_cache"], (2, True)), (["weights"], (3, False)), ([], (4, False))):  # no tags: all
+        release(it, *tags)
+        assert told(it) == expected
+
+
+@pytest.mark.parametrize("arguments", [{"enable_weights_cpu_backup": True}, {"enable_memory_saver": False}])
+def test_weights_of_which_there_is_a_copy_and_those_that_stay_are_not_lost(arguments):
+    it = manager("auto", arguments=arguments)
+    release(it, "weights")
+    assert told(it) == (0, True)

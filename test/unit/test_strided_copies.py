@@ -57,17 +57,6 @@ def test_gate_and_up_that_take_turns_are_one_copy():
     assert elements([one]) == elements(experts)
 
 
-def test_what_has_no_order_is_halved():
-    copies = [box(8 * i, at) for i, at in enumerate([0, 500, 100, 900, 50, 1000])]
-    assert len(merge_strided(copies)) == 3
-    assert elements(merge_strided(copies)) == elements(copies)
-
-
-def test_what_descends_is_not_merged():
-    copies = [box(8 * i, at) for i, at in enumerate([900, 500, 100])]
-    assert sorted(merge_strided(copies)) == copies
-
-
 def test_different_memories_shapes_and_dtypes_are_not_mixed():
     copies = [box(0, 0), box(8, 100, target="other"), box(16, 200, source=(1, 0)), box(24, 300, rows=1)]
     copies.append(box(32, 400)._replace(dtype="float32"))

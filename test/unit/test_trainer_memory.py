@@ -62,26 +62,6 @@ def asked(*handles: str) -> Any:
     return SimpleNamespace(handles=handles, timeout_s=1.0)
 
 
-def test_handles_are_fetched_once_and_tried_before_they_are_mapped(seen):
-    memory, request = TrainerMemory(CPU), asked("a0", "b0")
-    assert memory.unreadable([0, 1], request, seen, None) == {}
-    memory.map(READS, request, seen, None)
-    assert seen.since() == ["fetch a0", "try a0", "fetch b0", "try b0", "map wx of a0", "map y of b0"]
-    assert memory.unreadable([0, 1], request, seen, None) == {}
-    memory.map(READS, request, seen, None)
-    assert seen.since() == []
-
-
-def test_what_is_read_of_the_same_memory_now_and_was_not_before_is_mapped(seen):
-    memory, request = TrainerMemory(CPU), asked("a0", "b0")
-    memory.map(READS, request, seen, None)
-    seen.since()
-    memory.map({0: "w", 1: "yz"}, request, seen, None)
-    assert seen.since() == ["close b0", "fetch b0", "map yz of b0"]
-    memory.map({0: "x"}, request, seen, None)
-    assert seen.since() == ["close b0"]
-
-
 def test_old_memory_is_unmapped_before_a_new_handle_is_tried(seen):
     """Its address, and even its handle, may be those of the new memory."""
     memory = TrainerMemory(CPU)
@@ -93,23 +73,6 @@ def test_old_memory_is_unmapped_before_a_new_handle_is_tried(seen):
     assert seen.since() == ["close b0", "fetch b1", "try b1", "map y of b1"]
     memory.unreadable([0, 1], asked("a1", "b2"), seen, None)
     assert seen.since()[0] == "close a0 b1", "together"
-
-
-def test_memory_that_had_no_handles_is_tried_again_once_it_has(seen):
-    memory = TrainerMemory(CPU)
-    seen.reasons = {"a0": NO_HANDLES}
-    assert memory.unreadable([0, 1], asked("a0", "b0"), seen, None) == {0: NO_HANDLES}
-    assert memory.unreadable([0, 1], asked("a1", "b0"), seen, None) == {}
-    assert seen.since() == ["fetch a0", "try a0", "fetch b0", "try b0", "fetch a1", "try a1"]
-
-
-def test_what_failed_is_tried_again_after_a_failed_update(seen):
-    memory = TrainerMemory(CPU)
-    seen.reasons = {"a0": NO_HANDLES}
-    memory.unreadable([0], asked("a0"), seen, None)
-    memory.clear()
-    seen.reasons = {}
-    assert memory.unreadable([0], asked("a0"), seen, None) == {}
 
 
 # -- end to end, on a host without GPUs: engine rank 1 cannot map trainer rank 0's memory for a while

@@ -261,14 +261,6 @@ def handle_of(call: Any) -> UpdateHandle[Any]:
     return UpdateHandle("7", tasks.start("background update", call), lambda _: None)
 
 
-def test_an_update_that_raises_a_timeout_of_its_own_has_ended() -> None:
-    def late() -> None:
-        raise TimeoutError("of a socket")
-
-    with pytest.raises(TimeoutError, match="of a socket"):
-        handle_of(late).wait()
-
-
 def test_a_failure_that_an_interrupted_wait_has_not_raised_is_raised_later(monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
 
