@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from sglang_reshard.control import ControlServer
+from sglang_reshard.extras.request_mail import MailRoom
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput as Output
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, SharedWeights
-from sglang_reshard.protocol.request_mail import MailRoom
 from support.scenarios import run
 
 pytestmark = pytest.mark.engine

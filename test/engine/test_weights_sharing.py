@@ -15,13 +15,13 @@ from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, ReshardError
 from sglang_reshard.extras.replicas.share import LiveWeights
+from sglang_reshard.extras.request_mail import Mailbox
 from sglang_reshard.observability.report import RankReport
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
     ShareWeightsReq,
 )
-from sglang_reshard.protocol.request_mail import Mailbox
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.testing import cpu_host
 from sglang_reshard.version import PROTOCOL, __version__

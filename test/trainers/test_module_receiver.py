@@ -20,8 +20,8 @@ from sglang_reshard import ModuleReceiver, ModuleSender
 from sglang_reshard.control import ControlServer
 from sglang_reshard.control.framing import FrameWriter
 from sglang_reshard.errors import EngineRefused, Mismatch, TornWeights
+from sglang_reshard.extras.request_mail import Mailbox, MailRoom
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, encode
-from sglang_reshard.protocol.request_mail import Mailbox, MailRoom
 from sglang_reshard.routes.relay.offers import Relay
 from support.world import run_world
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.landings.base import Landing, LandingAround
 from sglang_reshard.landings.converting import converting
+from sglang_reshard.landings.lifetimes import Lifetime, share_memory
 from sglang_reshard.layout.regions import Box, Region
-from sglang_reshard.plan.lifetimes import Lifetime, share_memory
 from sglang_reshard.trace.block_formats import FP8, quantize_blocks
 from sglang_reshard.trace.program import Copy
 from sglang_reshard.trace.tracer import trace

@@ -23,7 +23,7 @@ LAYERS = (
     ("extras.modules", "extras.parameter_stream", "extras.snapshots", "extras.verl_engine"),
     ("api", "patches"),
     ("extras.asynchronous", "extras.finite", "extras.probe", "extras.realloc", "extras.replicas", "extras.vllm"),
-    ("trainer", "engine"),
+    ("trainer", "engine", "extras.request_mail"),
     ("routes",),
     ("landings",),
     ("protocol",),

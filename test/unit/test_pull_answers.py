@@ -17,13 +17,13 @@ from sglang_reshard.errors import (
     Unsupported,
 )
 from sglang_reshard.extras.replicas.pull import pull
+from sglang_reshard.extras.request_mail import MailRoom
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
     PullWeightsReq,
     SharedWeights,
 )
-from sglang_reshard.protocol.request_mail import MailRoom
 from support.scenarios import run
 
 SECRET = "the internal page"

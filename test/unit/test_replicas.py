@@ -15,8 +15,8 @@ from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Aborted
 from sglang_reshard.extras.replicas.share import LiveWeights, has_begun, wait_until_shared
+from sglang_reshard.extras.request_mail import Mailbox
 from sglang_reshard.protocol.messages import ShareWeightsReq
-from sglang_reshard.protocol.request_mail import Mailbox
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trace.program import Program
 from sglang_reshard.version import PROTOCOL, __version__

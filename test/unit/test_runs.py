@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_reshard.plan.runs import plan_runs
+from sglang_reshard.routes.runs import plan_runs
 
 
 @st.composite

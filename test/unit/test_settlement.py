@@ -26,9 +26,9 @@ from sglang_reshard.errors import (
     ReshardError,
     TornWeights,
 )
+from sglang_reshard.extras.request_mail import Mailbox, MailRoom
 from sglang_reshard.protocol import update_channel
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, LoraAdapter
-from sglang_reshard.protocol.request_mail import Mailbox, MailRoom
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import WRITING, WRITTEN
 from sglang_reshard.trainer import coordinator, settlement

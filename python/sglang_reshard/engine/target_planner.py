@@ -68,8 +68,9 @@ class TargetPlanner:
         Collective. Raises PhaseFailed if the plan fails under other names.
         """
         found, exchanged = self._gathered(context, "demands")
+        unread = found.unread(exchanged)
         searched = self._names_of(context.request) is self._names
-        if not searched and not_ignored(found.unread(exchanged), context.request.ignore):
+        if unread and not searched and not_ignored(unread, context.request.ignore):
             context.check_votes(Phase.PREPARE, self.find_names(context, last, torn))
             found, exchanged = self._gathered(context, "demands/names")
         return found, exchanged

@@ -17,7 +17,7 @@ import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.landings.base import Landing, LandingAround, Update
-from sglang_reshard.plan.lifetimes import Lifetime, share_memory
+from sglang_reshard.landings.lifetimes import Lifetime, share_memory
 
 if TYPE_CHECKING:  # trainer ranks load no tracer
     from sglang_reshard.trace.program import Arrival

@@ -6,6 +6,5 @@ session         the key-value server of trainer rank 0, as one process uses it
 update_channel  commands, statuses and votes of one update
 publication     the order of a trainer's updates and snapshots
 server_client   this package's endpoints of a server, over HTTP
-request_mail    update requests to processes that have no server, over the session's control server
 weights_info    the response of `GET /weights_info`
 """

@@ -151,7 +151,7 @@ class StockLoadReq(msgspec.Struct, frozen=True, kw_only=True):
 class SharedWeights(msgspec.Struct, frozen=True):
     """Answers `ShareWeightsReq`.
 
-    address  of the control server, at which requests wait for the other engine, see `protocol.request_mail`
+    address  of the control server, at which requests wait for the other engine, see `extras.request_mail`
     version  of the weights that are shared
     digest   of these, where the update that brought them had verify="full"; else empty
     dtype    the engine's, "bfloat16": digests of engines of different dtypes differ

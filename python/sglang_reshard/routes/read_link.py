@@ -1,6 +1,6 @@
 """Cuts the reads of an engine rank into messages: from another rank's registered memory, or from files.
 
-A message's descriptors are chosen by `plan.runs`. Nobody but the reader has to agree to them.
+A message's descriptors are chosen by `routes.runs`. Nobody but the reader has to agree to them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.packing import ALIGN_BYTES, aligned
 from sglang_reshard.layout.regions import LocalRegion
 from sglang_reshard.layout.source_layout import SourceLayout
-from sglang_reshard.plan.runs import Runs, plan_runs
 from sglang_reshard.routes.nixl.remote_shards import RemoteShard
 from sglang_reshard.routes.p2p.links import P2pLink
 from sglang_reshard.routes.p2p.messages import BufferSlice, SendRequest
+from sglang_reshard.routes.runs import Runs, plan_runs
 
 # What a descriptor costs, in bytes read: 5 to 15 microseconds at 0.3 GB/s (TCP) to 3 GB/s (shared memory) on 2 cores.
 DESCRIPTOR_BYTES = 8 * 1024

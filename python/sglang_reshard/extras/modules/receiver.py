@@ -30,9 +30,9 @@ from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, TornWeights
 from sglang_reshard.extras.modules.state_dict import StateDictModel
+from sglang_reshard.extras.request_mail import Mailbox, from_metadata
 from sglang_reshard.observability.logs import configure, get_logger
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
-from sglang_reshard.protocol.request_mail import Mailbox, from_metadata
 
 logger = get_logger(__name__)
 _POLL_S = 1.0  # how long the background thread waits at a time: `stop` waits as long

@@ -4,7 +4,7 @@
     collectors.start(sender.metadata)           # they call ModuleReceiver.init(metadata)
     sender.update(model, weight_version="42")   # returns when all of them have the weights
 
-Each receiver is an engine of one rank to the sender; requests and answers go by `protocol.request_mail`.
+Each receiver is an engine of one rank to the sender; requests and answers go by `extras.request_mail`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address, ControlServer
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.asynchronous.background import UpdateHandle
+from sglang_reshard.extras.request_mail import MailRoom, to_metadata
 from sglang_reshard.layout.decoders import convert
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DEFAULT_TIMEOUT_S
-from sglang_reshard.protocol.request_mail import MailRoom, to_metadata
 from sglang_reshard.protocol.session import LOOPBACK
 from sglang_reshard.sources import NamedTensors
 from sglang_reshard.trainer.collectives import on_first_rank

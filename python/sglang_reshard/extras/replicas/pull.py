@@ -28,6 +28,7 @@ from sglang_reshard.errors import (
     Unauthorized,
     Unsupported,
 )
+from sglang_reshard.extras.request_mail import Mailbox
 from sglang_reshard.layout.decoders import from_json
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import (
@@ -37,7 +38,6 @@ from sglang_reshard.protocol.messages import (
     SharedWeights,
     ShareWeightsReq,
 )
-from sglang_reshard.protocol.request_mail import Mailbox
 from sglang_reshard.protocol.server_client import async_client, error_of, headers
 from sglang_reshard.protocol.validation import check_request, check_shared_weights
 from sglang_reshard.version import PROTOCOL, __version__

@@ -18,11 +18,11 @@ from sglang_reshard import tasks
 from sglang_reshard.control import Address, ControlClient, ControlServer, WaitTimedOut
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused, ReshardError
+from sglang_reshard.extras.request_mail import MailRoom
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.memory.mapping import MemoryExporter
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import WAITS, DistributedUpdateWeightsOutput, ShareWeightsReq
-from sglang_reshard.protocol.request_mail import MailRoom
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.validation import max_update_s
 from sglang_reshard.trace.live_shards import LiveShard, live_shards

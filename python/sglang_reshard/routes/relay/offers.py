@@ -12,8 +12,8 @@ import msgspec
 
 from sglang_reshard.control import Address, ControlClient, WaitTimedOut
 from sglang_reshard.errors import Mismatch, ReshardError
-from sglang_reshard.protocol.blobs import Blobs
 from sglang_reshard.protocol.messages import decode, encode
+from sglang_reshard.protocol.session import Blobs
 from sglang_reshard.protocol.validation.requests import MAX_NAME_LENGTH
 from sglang_reshard.routes.nixl.remote_shards import RemoteShards
 from sglang_reshard.routes.relay.owners import MAX_UPDATE
