@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.observability.logs import FIELDS, JsonFormatter, configure, get_logger, log_context
 from support.toy import ToyRank
+from support.toy_serving import receiver_of
 from support.toy_trainers import State
 from support.world import run_world
 
@@ -54,7 +53,7 @@ def broken(*_: Any) -> None:
 
 def serve(rank: int, size: int, requests: Any) -> list[dict[str, Any]]:
     kept = Kept()
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size, torch.float32)), rank, size, torch.device("cpu"))
+    receiver = receiver_of(ToyRank(rank, size))
     for request in requests:
         if request.weight_version == "bad":
             receiver._executor._planner._plan = broken

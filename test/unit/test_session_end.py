@@ -7,12 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 
@@ -32,7 +30,7 @@ def train(trainer, transport, ends):
 
 
 def serve(rank, size, requests, *_):
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, torch.device("cpu"))
+    receiver = receiver_of(ToyRank(rank, size))
     before, during = mappings(), 0
     with contextlib.suppress(EOFError):  # of the trainer that was killed
         for request in requests:

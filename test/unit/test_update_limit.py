@@ -18,8 +18,6 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import Address, ControlClient, ControlServer
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.trainer_presence import TrainerPresence
 from sglang_reshard.errors import DeadlineExceeded, EngineRefused, Mismatch, ReshardError
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
@@ -27,6 +25,7 @@ from sglang_reshard.protocol.validation import MAX_UPDATE, check_request
 from sglang_reshard.trainer.engine_transfers import EngineTransfers
 from sglang_reshard.version import PROTOCOL, __version__
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 LIMIT_S = 1.5
@@ -75,7 +74,7 @@ def in_the_update() -> Iterator[Address]:
 @pytest.mark.usefixtures("limit")
 @pytest.mark.parametrize("trainer", [silent, of_others, in_the_update])
 def test_an_engine_rank_ends_an_update_whose_trainer_hangs(trainer: Any) -> None:
-    receiver = WeightReceiver(TracedModel(ToyRank(0, 1)), 0, 1, CPU)
+    receiver = receiver_of(ToyRank(0, 1))
     with trainer() as address:
         started = time.monotonic()
         output = receiver.update(request(address))
@@ -110,7 +109,7 @@ def _train_and_hang(trainer: Any) -> tuple[float, str]:
 
 def _serve(rank: int, size: int, requests: Any) -> list[tuple[float, bool]]:
     outcomes = []
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, CPU)
+    receiver = receiver_of(ToyRank(rank, size))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(MAX_UPDATE, str(LIMIT_S))
         for asked in requests:
@@ -138,7 +137,7 @@ def test_a_timeout_above_the_limit_is_refused(timeout_s: float) -> None:
         Mismatch, match=rf"timeout_s=.* exceeds this engine's limit of {LIMIT_S} seconds .* {MAX_UPDATE}"
     ):
         check_request(asked)
-    output = WeightReceiver(TracedModel(ToyRank(0, 1)), 0, 1, CPU).update(asked)
+    output = receiver_of(ToyRank(0, 1)).update(asked)
     assert MAX_UPDATE in output.message
 
 

@@ -58,20 +58,6 @@ def test_another_blob_in_its_place_is_refused(spoiled, says):
         unpack_blob(spoiled(blob), SourceLayout, digest, what="the source layout", max_bytes=10_000)
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"\x81\xa1y" + b"\x91" * 10_000 + b"\x01",  # nested deeper than anybody recurses
-        b"\x81\xa2\xff\xfe\x01",  # no UTF-8
-        msgspec.msgpack.encode({"trainer_ranks": "two"}),
-        b"\xdd\xff\xff\xff\xff",  # four thousand million elements, it says
-    ],
-)
-def test_what_is_no_manifest_is_refused(raw):
-    with pytest.raises(Mismatch, match="cannot be read"):
-        unpack_blob(zlib.compress(raw), SourceLayout)
-
-
 # -- requests and commands
 
 ASK = P2pAsk(Links(("a", "b"), ((0, 16), (32, 0))), "gloo", ((0, 3), (1, 2)))
