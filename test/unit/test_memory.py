@@ -54,15 +54,6 @@ def test_exporting_does_not_keep_memory_alive():
     assert open_descriptors() == before
 
 
-def test_mapping_keeps_no_descriptor_open():
-    weights = [torch.zeros(10) for _ in range(20)]
-    handles = MemoryExporter(0).export(weights)
-    before = open_descriptors()
-    peer = PeerMemory(0, handles)
-    assert open_descriptors() == before
-    assert shard_in(peer, 19, torch.empty(10)).sum() == 0
-
-
 def test_too_little_shared_memory_is_refused_before_anything_is_moved(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=1000))
     weight = torch.zeros(1000)

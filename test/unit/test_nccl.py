@@ -9,12 +9,15 @@ import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from sglang_reshard.errors import PeerDisconnected
 from sglang_reshard.gpu import runtime as gpu
+from sglang_reshard.routes.p2p.communicators import P2pCommunicator
 from sglang_reshard.routes.wire import concurrent_use
 from sglang_reshard.routes.wire import nccl as nccl_module
 from sglang_reshard.routes.wire.ctas import CtaShares
@@ -48,6 +51,12 @@ class FakeNccl:
 
 class OneGpu(gpu.CudaRuntime):
     """Says that `GPU` is one."""
+
+    def is_gpu(self, device):
+        return device == GPU
+
+    def adopt_stream(self, device):
+        return lambda: None
 
     def waiting_stream(self, device):
         return nullcontext()
@@ -112,6 +121,21 @@ def test_every_operation_is_kept_for_the_flight_recorder(monkeypatch):
     group.start("send", [(1, DATA)])
     group.broadcast(DATA, 0)
     assert len(works) == 3
+
+
+def test_a_failure_to_start_is_an_error_of_this_rank(monkeypatch):
+    store = dist.HashStore()
+    store.set("joined/1", "")
+    store.set("ctas/1", "16")
+    store.add("entered", 1)
+    options = {"members": [0, 1], "trainer_ranks": 1, "backend": "nccl", "device": GPU, "timeout_s": 20.0}
+    communicator = P2pCommunicator(peer_id=0, **options)
+    communicator.connect(store)
+    monkeypatch.setattr(FakeNccl, "send", Mock(side_effect=RuntimeError("send failed")), raising=False)
+    with pytest.raises(
+        PeerDisconnected, match=r"trainer rank 0 could not send a message to engine rank 0: .*send failed"
+    ):
+        communicator.send([(1, DATA)])
 
 
 @pytest.mark.parametrize("value", [None, "0", "1"])

@@ -188,19 +188,24 @@ def test_options_of_torchrun_are_torchs() -> None:
     assert given <= known
 
 
-def test_the_batch_script_parses_and_refuses_too_few_nodes(tmp_path: Path) -> None:
-    subprocess.run(["bash", "-n", str(BATCH)], check=True)
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text("#!/bin/sh\necho node1\n")
-    scontrol.chmod(0o755)
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": "m", "TRAIN": "t", "SLURM_JOB_NODELIST": "node1"}
-    ended = subprocess.run(["bash", str(BATCH)], env=variables, capture_output=True, text=True, timeout=30)
+def run_batch(folder: Path, stand_ins: dict[str, str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script with stand-ins for Slurm's commands."""
+    for name, body in stand_ins.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    common = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), "MODEL": "m", "TRAIN": "train.py"}
+    environment = common | variables | {"SLURM_JOB_NODELIST": "list", "SLURM_JOB_ID": "7"}
+    return subprocess.run(["bash", str(BATCH)], env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_the_batch_script_refuses_too_few_nodes(tmp_path: Path) -> None:
+    ended = run_batch(tmp_path, {"scontrol": "echo node1"})
     assert ended.returncode == 2
     assert "leaves no node for one of the two sides" in ended.stderr
 
 
 def test_the_batch_script_starts_servers_then_the_trainer(tmp_path: Path) -> None:
-    """With stand-ins for Slurm's commands that write down how they are called."""
+    """The stand-ins write down how they are called."""
     calls = tmp_path / "calls"
     stand_ins = {
         "scontrol": "printf 'a1\\na2\\nb1\\nb2\\n'",
@@ -210,19 +215,7 @@ def test_the_batch_script_starts_servers_then_the_trainer(tmp_path: Path) -> Non
         "openssl": """case "$1" in rand) echo 00ff; exit;; esac
                       for last; do :; done; touch "$last" "${last%.crt}.key" """,
     }
-    for name, body in stand_ins.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    variables = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "HOME": str(tmp_path),
-        "MODEL": "m",
-        "TRAIN": "train.py",
-        "SERVERS": "2",
-        "SLURM_JOB_NODELIST": "list",
-        "SLURM_JOB_ID": "7",
-    }
-    ended = subprocess.run(["bash", str(BATCH)], env=variables, capture_output=True, text=True, timeout=60)
+    ended = run_batch(tmp_path, stand_ins, SERVERS="2")
     assert ended.returncode == 0, ended.stderr
     told = calls.read_text().splitlines()
     servers = [line for line in told if "sglang serve" in line]

@@ -1,6 +1,7 @@
 """Shard maps and local shapes of meshes and placements, against torch's own DTensor."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +92,19 @@ def test_a_tensor_on_the_tp_part_of_a_mesh_is_replicated_over_the_rest():
     assert all(d == descriptions[0] for d in descriptions)
     shards = descriptions[0].shard_map(descriptions[0].tensors[0]).shards
     assert [(p.box.start, p.ranks) for p in shards] == [((0,), (0, 2)), ((4,), (1, 3))]
+
+
+def test_a_shard_spec_on_the_tp_part_of_a_mesh_is_replicated_over_the_rest():
+    layouts = []
+    for rank in range(4):
+        with as_rank(rank, 4):
+            mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            spec = SimpleNamespace(full_shape=(4, 2), mesh=mesh["tp"], placements=(Shard(0),))
+            state = describe([("w", torch.zeros(4), spec)], trainer_rank=rank, global_ranks=(0, 1, 2, 3))
+            assert state.shards[0].shape == (2, 2)
+            layouts.append(state.layout)
+    assert all(layout == layouts[0] for layout in layouts)
+    assert [p.ranks for p in layouts[0].shard_map(layouts[0].tensors[0]).shards] == [(0, 2), (1, 3)]
 
 
 def test_a_mesh_with_ranks_outside_the_update_is_refused():

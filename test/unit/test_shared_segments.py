@@ -17,7 +17,7 @@ input()
 """
 
 
-def test_so_does_one_that_had_sglangs_file_of_loads():
+def test_a_killed_process_leaves_sglangs_file_of_loads_which_is_found_and_removed():
     file = Path(f"/dev/shm/sglang_loads_of_a_test_{os.getpid()}.shm")
     command = [sys.executable, "-c", MAPPER, str(file)]
     mapper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

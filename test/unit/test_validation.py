@@ -34,6 +34,8 @@ from sglang_reshard.protocol.validation import (
 )
 from sglang_reshard.routes import trainer_end
 from sglang_reshard.routes.delta.offer import DeltaOffer, offered_sections
+from sglang_reshard.routes.nixl.remote_shards import RemoteShard, RemoteShards
+from sglang_reshard.routes.nixl.validation import check_remote_shards
 from sglang_reshard.routes.p2p.ask import Links, P2pAsk
 from sglang_reshard.sources import SourceLayout
 from support.plans import tensor_parallel
@@ -198,6 +200,16 @@ def test_a_delta_that_no_trainer_rank_offers_is_refused(offered):
 
 PULL = PullWeightsReq(url="http://gpu7:30000")
 SHARE = ShareWeightsReq(package_version="1")
+HELD = RemoteShard("DRAM", 0, 1 << 40, (64, 1))
+REMOTE = RemoteShards(b"", (HELD, RemoteShard("VRAM", 7, 0, ()), RemoteShard("", 0, 0, ())))
+
+
+def check_remote(shards):
+    check_remote_shards(shards, 3, "trainer rank 3")
+
+
+def second(*shard):
+    return {"shards": (HELD, RemoteShard(*shard), HELD)}
 
 
 @pytest.mark.parametrize(
@@ -218,6 +230,14 @@ SHARE = ShareWeightsReq(package_version="1")
         (check_shared_weights, SharedWeights(ADDRESS, "7", "0" * 16, "float32"), {"version": "x" * 5000}, "a text of"),
         (check_probe_summary, ProbeSummary("passed", 0.5, None, 1.0), {"seconds": float("nan")}, "invalid probe"),
         (check_probe_summary, ProbeSummary("passed", 0.5, None, 1.0), {"mean_difference": -1.0}, "invalid probe"),
+        (check_remote, REMOTE, {"shards": (HELD,)}, "describes 1 shards in registered memory, expected 3"),
+        (check_remote, REMOTE, second("FILE", 0, 0, ()), "trainer rank 3 says that its shard number 1 .*kind 'FILE'"),
+        (check_remote, REMOTE, second("DRAM", -1, 0, ()), "GPU -1"),
+        (check_remote, REMOTE, second("DRAM", 0, -8, ()), "at address -8"),
+        (check_remote, REMOTE, second("DRAM", 0, (1 << 64) - 8, ()), "at address"),
+        (check_remote, REMOTE, second("DRAM", 0, 0, (-1, 1)), "strides"),
+        (check_remote, REMOTE, second("DRAM", 0, 0, (1 << 60,)), "strides"),
+        (check_remote, REMOTE, second("DRAM", 0, 0, (1,) * 40), "strides"),
     ],
 )
 def test_requests_and_answers_of_servers_are_refused_unless_they_can_be_used(check, valid, changes, says):
