@@ -37,14 +37,16 @@ class FakeNccl:
 
     def __init__(self, store, rank, size, options):
         self.options, self.environments = options, {"made": dict(os.environ)}
+        self.calls, self.waits = [], []
         FakeNccl.made.append(self)
         if FakeNccl.fails:
             raise RuntimeError("made failed")
 
     def __getattr__(self, name):
-        def call(*_):
+        def call(*arguments):
             self.environments[name] = dict(os.environ)
-            return SimpleNamespace(wait=lambda timeout: None)
+            self.calls.append((name, *arguments[1:]))
+            return SimpleNamespace(wait=lambda timeout: self.waits.append(timeout.total_seconds()))
 
         return call
 
@@ -116,11 +118,16 @@ def test_works_are_kept_as_long_as_the_flight_recorder_has_their_events(environm
 def test_every_operation_is_kept_for_the_flight_recorder(monkeypatch):
     works = RecordedWorks(100)
     monkeypatch.setattr(nccl_module, "RECORDED_WORKS", works)
-    group, _ = connected()
+    group, pg = connected()
     assert len(works) == 1
-    group.start("send", [(1, DATA)])
+    ((_, work),) = group.start("send", [(1, DATA)])
     group.broadcast(DATA, 0)
     assert len(works) == 3
+    assert pg.calls.count(("send", 1, 0)) == 1
+    group.wait(work, time.monotonic())
+    connecting, sending = pg.waits
+    assert connecting > 0.5, "torch would abort the communicator before the deadline"
+    assert sending == 0.5
 
 
 def test_a_failure_to_start_is_an_error_of_this_rank(monkeypatch):

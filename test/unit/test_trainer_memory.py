@@ -1,4 +1,4 @@
-"""One handle of each trainer rank is tried before it is mapped, and what cannot be read, or has moved, is sent again."""
+"""One handle of each trainer rank is tried before it is mapped, and what cannot be read or has moved is sent again."""
 
 from __future__ import annotations
 
