@@ -45,6 +45,14 @@ def test_nothing_else_is_read_where_descriptors_cost_nothing(region):
     assert plan_runs(count, strides, 2, 0).total_bytes == 2 * math.prod(count)
 
 
+def test_long_rows_are_read_apart_and_short_ones_with_what_is_between():
+    long = plan_runs((4, 8192), (4 * 8192, 1), 2, 8192)
+    assert (len(long.offsets), long.nbytes) == (4, 16384)
+    short = plan_runs((4, 64), (4 * 64, 1), 2, 8192)
+    assert (len(short.offsets), short.nbytes) == (1, (3 * 256 + 64) * 2)
+    assert not short.is_row_major((4, 64))
+
+
 def test_a_limit_on_what_is_read_in_vain_is_kept():
     runs = plan_runs((100, 1), (64, 1), 2, 8192, max_ratio=8.0)
     assert len(runs.offsets) == 100
