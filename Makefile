@@ -211,7 +211,6 @@ test-serving: setup
 	  test/engine/architectures/test_quantization.py \
 	  test/engine/architectures/test_moved_experts.py test/unit/test_expert_placement.py \
 	  test/unit/test_block_fp8.py test/unit/test_block_fp8_updates.py test/unit/test_repack.py \
-	  test/unit/test_repack_updates.py \
 	  test/unit/test_supported_engine.py test/unit/test_server_args_page.py $(PYTEST_ARGS)
 
 # The part about updates behind the trainer's next step, deltas, and snapshots.

@@ -96,9 +96,11 @@ from sglang_reshard import WeightSender, VerlEngine
 sender = WeightSender(url, transprot="p2p")
 sender.update(model, stagd=True)
 sender.update(model, staged=True, weight_version="7")
+sender.send(model)
 VerlEngine(device_mesh_cpu=mesh, model_path="m", transports="p2p")
 """
-    assert [wrong.partition(":")[0] for wrong in wrong_calls(body)] == ["WeightSender", "sender.update", "VerlEngine"]
+    wrong = [wrong.partition(":")[0] for wrong in wrong_calls(body)]
+    assert wrong == ["WeightSender", "sender.update", "sender.send", "VerlEngine"]
 
 
 def wrong_calls(body: str) -> Iterator[str]:
@@ -120,6 +122,9 @@ def wrong_calls(body: str) -> Iterator[str]:
     calls = sorted((n for n in ast.walk(tree) if isinstance(n, ast.Call)), key=lambda n: (n.lineno, n.col_offset))
     for call in calls:
         given = {keyword.arg for keyword in call.keywords if keyword.arg}
+        kind = made.get(ast.unparse(call.func.value)) if isinstance(call.func, ast.Attribute) else None
+        if kind is not None and not hasattr(kind, call.func.attr):
+            yield f"{ast.unparse(call.func)}: {kind.__name__} has no {call.func.attr}"
         meant = list(functions(call.func, names, made))
         if meant and not any(takes(owner, function, given) for owner, function in meant):
             yield f"{ast.unparse(call.func)}: {sorted(given)} in {ast.unparse(call)}"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_reshard.layout.regions import Box, Region, TensorSpec, split
+from sglang_reshard.layout.regions import Box, Region, split
 
 DIMS = st.integers(0, 3)
 
@@ -68,18 +68,3 @@ def test_split_covers_a_box_once_in_row_major_order(data, dims, limit):
 def test_split_refuses_no_elements():
     with pytest.raises(ValueError, match="at least 1"):
         list(split(Box.whole((2,)), 0))
-
-
-def test_slices_select_the_region():
-    torch = pytest.importorskip("torch")
-    tensor = torch.arange(6 * 7).view(6, 7)
-    region = Region((1, 2), (2, 2), (3, 2))
-    assert tensor[region.slices()].flatten().tolist() == [int(tensor[i]) for i in region_indices(region)]
-    part = tensor[1:, 2:]
-    assert torch.equal(part[region.slices((1, 2))], tensor[region.slices()])
-
-
-def test_bytes_of_a_tensor():
-    spec = TensorSpec("w", (3, 5), "bfloat16")
-    assert (spec.numel, spec.nbytes) == (15, 30)
-    assert TensorSpec("scalar", (), "float32").nbytes == 4

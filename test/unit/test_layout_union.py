@@ -68,21 +68,6 @@ def test_every_tensor_is_put_together_from_the_ranks_that_list_it(data):
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
 
 
-def test_ranks_that_list_the_same_need_no_union():
-    states = states_of([[("a", torch.ones(2))]] * 2)
-    assert union_of(states) is states[0].layout
-
-
-def test_a_tied_embedding_is_held_by_both_stages_as_each_shards_it():
-    rows = [Box((0, 0), (2, 3)), Box((2, 0), (4, 3))]
-    first, last = blocks((4, 3), [*rows, None, None]), blocks((4, 3), [None, None, *rows])
-    piece = torch.zeros(2, 3)
-    states = states_of([[("embed", piece, first)]] * 2 + [[("embed", piece, last)]] * 2)
-    layout = union_of(states)
-    (tensor,) = layout.tensors
-    assert [shard.ranks for shard in layout.shard_map(tensor).shards] == [(0, 2), (1, 3)]
-
-
 def changed(state, **fields):
     (tensor,) = state.layout.tensors
     values = {name: getattr(tensor, name) for name in SourceTensor.__struct_fields__} | fields

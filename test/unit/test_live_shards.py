@@ -42,13 +42,6 @@ def test_all_ranks_together_hold_every_element(size, dtype):
     assert all(mask.all() for mask in held.values())
 
 
-def test_a_shard_is_a_view_of_live_memory():
-    model = ToyRank(1, 4)
-    shards = read_back(model, checkpoint(1), rank=1)
-    assert shards["k.weight"].tensor.untyped_storage().data_ptr() == model.qkv.untyped_storage().data_ptr()
-    assert shards["norm.weight"].tensor.data_ptr() == model.norm.data_ptr()
-
-
 class Loader(torch.nn.Module):
     """Loads one tensor of 6 x 4 elements, w, by a function."""
 
@@ -75,15 +68,6 @@ def test_transposed_and_interleaved_copies_are_read_back():
 
     shards = read_back(Loader(apart, p=(6, 4)), WEIGHTS)
     assert len(shards["w"].sharding.shard_map.shards) == 6  # rows are no longer neighbours
-
-
-def test_a_tied_weight_is_read_from_one_of_its_places():
-    def twice(model, loaded):
-        model.p.copy_(loaded)
-        model.q.copy_(loaded)
-
-    shards = read_back(Loader(twice, p=(6, 4), q=(6, 4)), WEIGHTS)
-    assert len(shards["w"].sharding.shard_map.shards) == 1
 
 
 def test_operands_of_an_expression_are_read_from_scratch_memory():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
 import sys
 from typing import Any
 
@@ -13,11 +11,10 @@ import pytest
 import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.observability.logs import FIELDS, JsonFormatter, configure, get_logger, log_context
 from support.toy import ToyRank
+from support.toy_serving import receiver_of
 from support.toy_trainers import State
 from support.world import run_world
 
@@ -56,7 +53,7 @@ def broken(*_: Any) -> None:
 
 def serve(rank: int, size: int, requests: Any) -> list[dict[str, Any]]:
     kept = Kept()
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size, torch.float32)), rank, size, torch.device("cpu"))
+    receiver = receiver_of(ToyRank(rank, size))
     for request in requests:
         if request.weight_version == "bad":
             receiver._executor._planner._plan = broken
@@ -105,18 +102,6 @@ def test_a_json_line_has_what_is_known() -> None:
     assert told.pop("time").endswith("Z")
     assert told.pop("exception").endswith("ValueError: two\nlines")
     assert told == {"level": "ERROR", "logger": "sglang_reshard.x", "message": "a b", "update": 7}
-
-
-def test_the_environment_switches_json_on() -> None:
-    code = (
-        "from sglang_reshard.observability.logs import configure, get_logger, log_context\n"
-        "configure(); configure()\n"
-        "with log_context(update=7, version='42'): get_logger('sglang_reshard.x').info('slow')"
-    )
-    environment = {**os.environ, "SGLANG_RESHARD_LOG": "json"}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, check=True, timeout=300)
-    told = json.loads(ran.stderr)
-    assert (told["message"], told["update"], told["version"]) == ("slow", 7, "42")
 
 
 def test_an_unknown_format_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,18 +105,12 @@ def main(shared: bool, enabled: bool) -> None:
     print(json.dumps(shown(shared)))
 
 
-def start(shared: bool) -> None:
-    """As `main`, of a server that has had no update."""
-    metrics.initialize(Manager())
-    print(json.dumps(shown(shared)))
-
-
-def seen(folder: Path | None, enabled: bool = True, code: str = "main({shared}, {enabled})") -> dict[str, float]:
+def seen(folder: Path | None, enabled: bool = True) -> dict[str, float]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
     if folder is not None:
         environment["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
-    code = f"import test_metric_values as tests; tests.{code.format(shared=folder is not None, enabled=enabled)}"
+    code = f"import test_metric_values; test_metric_values.main({folder is not None}, {enabled})"
     ran = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, check=True, timeout=300)
     return json.loads(ran.stdout)
 
@@ -167,23 +161,3 @@ def test_what_is_shown_is_what_is_declared(found: dict[str, float]) -> None:
 def test_nothing_is_shown_unless_the_server_has_metrics_enabled(tmp_path: Path) -> None:
     assert seen(tmp_path, enabled=False) == {}
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["several processes", "one process"])
-def test_a_scrape_before_the_first_update_has_every_metric_with_zero(tmp_path: Path, shared: bool) -> None:
-    found = {k: v for k, v in seen(tmp_path if shared else None, code="start({shared})").items() if "_created" not in k}
-    assert found.pop("sglang_reshard_weights_info{version=default}") == 1
-    assert set(found.values()) == {0}
-    for metric in metrics.METRICS:
-        if metric.kind == "version":
-            continue
-        (label,) = metric.labels or ("",)
-        series = [f"{{{label}={value}}}" for value in metrics.LABEL_VALUES[metric.name]] if label else [""]
-        ends = ("_sum", "_count") if metric.kind == "histogram" else ("",)
-        assert {f"{metric.name}{end}{of}" for of in series for end in ends} <= found.keys()
-
-
-def test_labels_that_updates_set_are_among_those_that_a_start_exports(found: dict[str, float], tmp_path: Path) -> None:
-    at_start = seen(tmp_path, code="start({shared})")
-    names = {key for key in found if "_created" not in key and "weights_info" not in key}
-    assert names <= at_start.keys()

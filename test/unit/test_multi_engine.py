@@ -8,34 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
-from sglang_reshard.api.multi_engine import MultiEngineSender
-from sglang_reshard.control import Address
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, Mismatch, Unsupported
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from sglang_reshard.gpu.runtime import CudaRuntime
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, EngineCommand, Start
-from sglang_reshard.protocol.session import Session
-from sglang_reshard.trainer.collectives import broadcast_message, gather_messages
 from sglang_reshard.trainer.worker import _EngineCommands
 from support.gpu_runtime import replaced_runtime
+from support.several_engines import several_engines_sender
 from support.toy import DRIFTING, ToyRank, checkpoint
+from support.toy_serving import answered, receiver_of, serve_alone
 from support.world import run_world
 
 
-def sender_to_many(trainer: Any, **options: Any) -> tuple[MultiEngineSender, Session | None]:
-    host = Session.host() if trainer.rank == 0 else None
-    address = broadcast_message(host.address if host else None, Address, trainer.group)
-    ranks = tuple(range(trainer.size))
-    return MultiEngineSender(address, trainer_rank=trainer.rank, global_ranks=ranks, timeout_s=30, **options), host
-
-
 def train(trainer, transport):
-    sender, _host = sender_to_many(trainer, transport=transport)
+    sender, _host = several_engines_sender(trainer, timeout_s=30, transport=transport)
     first, second = trainer.send_one
     told = []
     for version, engines in enumerate([{"a": first}, {"a": first, "b": second}, {"b": second}], start=1):
@@ -48,30 +36,16 @@ def train(trainer, transport):
     return told
 
 
-def serve(rank, _size, requests, *_):
-    """An engine of one rank; which versions it was brought to, exactly."""
-    model = ToyRank(0, 1)
-    receiver = WeightReceiver(TracedModel(model), 0, 1, torch.device("cpu"))
-    seen = []
-    for request in requests:
-        requests.answer(receiver.update(request))
-        stock = ToyRank(0, 1)
-        stock.load_weights(checkpoint(int(request.weight_version)).items())
-        assert all(torch.equal(getattr(model, name), p) for name, p in stock.named_parameters())
-        seen.append(request.weight_version)
-    return seen
-
-
-@pytest.mark.parametrize("transport", ["ipc", "p2p", "broadcast"])
+@pytest.mark.parametrize("transport", ["p2p", "broadcast"])
 def test_engines_come_and_go(transport):
-    told, seen = run_world(2, 2, train, serve, transport)
+    told, seen = run_world(2, 2, train, serve_alone, transport)
     assert told == [[["a"], ["a", "b"], ["b"]]] * 2
-    assert seen == [["1", "2"], ["2", "3"]]
+    assert seen == [[1, 2], [2, 3]]
 
 
 def train_in_the_background(trainer, folder):
     """Deltas to two engines that are sent the same, and a snapshot between."""
-    sender, _host = sender_to_many(trainer, transport="p2p", delta="auto")
+    sender, _host = several_engines_sender(trainer, timeout_s=30, transport="p2p", delta="auto")
     with pytest.raises(Mismatch, match="call set_engines first"):
         Snapshots(sender, folder).write({}, "early")
     sender.set_engines(dict(zip("ab", trainer.send_one, strict=True)))
@@ -90,8 +64,8 @@ def train_in_the_background(trainer, folder):
 
 
 def test_updates_in_the_background_of_several_engines_share_what_has_changed(tmp_path):
-    told, seen = run_world(2, 2, train_in_the_background, serve, str(tmp_path))
-    assert seen == [[str(DRIFTING + version) for version in (1, 2, 3)]] * 2
+    told, seen = run_world(2, 2, train_in_the_background, serve_alone, str(tmp_path))
+    assert seen == [[DRIFTING + version for version in (1, 2, 3)]] * 2
     for deltas, shared in told:
         assert deltas == [{"a": False, "b": False}, {"a": True, "b": True}, {"a": True, "b": True}]
         assert shared == 1, "both engines are sent the same"
@@ -105,58 +79,55 @@ def refuse(_request):
 
 
 def train_with_one_that_refuses(trainer):
-    sender, _host = sender_to_many(trainer)
-    refusing = refuse if trainer.rank == 0 else None
-    sender.set_engines({"a": trainer.send_one[0], "b": refusing})
-    with pytest.raises(EngineRefused) as refused:
-        sender.update(checkpoint(1).items(), weight_version="1")
-    sender.set_engines({"a": trainer.send_one[0]})
-    sender.update(checkpoint(2).items(), weight_version="2")
-    sender.close()
-    return str(refused.value)
-
-
-def test_one_engine_that_refuses_is_named_and_the_others_are_updated():
-    told, seen = run_world(2, 1, train_with_one_that_refuses, serve)
-    assert set(told) == {"1 of 2 engines were not updated: b: offloaded"}
-    assert seen == [["1", "2"]]
-
-
-def train_without_one_that_fails(trainer):
-    sender, _host = sender_to_many(trainer)
+    """It is named, then left out until it is back; where all refuse, that is raised."""
+    sender, _host = several_engines_sender(trainer, timeout_s=30)
     asked = []
 
     def fail(request):
         asked.append(request.weight_version)
         return refuse(request)
 
-    engines = {"a": trainer.send_one[0], "b": fail if trainer.rank == 0 else None}
+    good, back = trainer.send_one
+    refusing = fail if trainer.rank == 0 else None
     told = []
-    for version in (1, 2):
-        sender.set_engines(engines)
-        reports = sender.update(checkpoint(version).items(), weight_version=str(version), on_failure="exclude")
+
+    def update(version, on_failure="exclude"):
+        given = checkpoint(version).items()
+        reports = sender.update(given, weight_version=str(version), on_failure=on_failure)
         told.append({name: (report.success, report.message) for name, report in reports.items()})
+
+    sender.set_engines(dict.fromkeys("cd", refusing))
+    with pytest.raises(EngineRefused, match="2 of 2 engines were not updated"):
+        update(1)
+    with pytest.raises(Unsupported, match="on_failure='ignore' is not supported"):
+        update(1, "ignore")
+    assert sender.engines == ("c", "d")
+    sender.set_engines({"a": good, "b": refusing})
+    with pytest.raises(EngineRefused, match="1 of 2 engines were not updated: b: offloaded"):
+        update(1, "raise")
+    for version in (2, 3):
+        sender.set_engines({"a": good, "b": refusing})
+        update(version)
     excluded, left = sender.excluded, sender.engines
-    sender.set_engines({"a": trainer.send_one[0]})
-    sender.set_engines({"a": trainer.send_one[0], "b": trainer.send_one[1]})  # it is back, and has recovered
-    reports = sender.update(checkpoint(3).items(), weight_version="3", on_failure="exclude")
-    told.append({name: (report.success, report.message) for name, report in reports.items()})
+    sender.set_engines({"a": good})
+    sender.set_engines({"a": good, "b": back})  # it is back, and has recovered
+    update(4)
     sender.close()
     return told, asked, excluded, left
 
 
-def test_one_engine_that_fails_is_left_out_until_it_is_back():
-    told, seen = run_world(2, 2, train_without_one_that_fails, serve)
+def test_one_engine_that_refuses_is_named_and_left_out_until_it_is_back():
+    told, seen = run_world(2, 2, train_with_one_that_refuses, serve_alone)
     good, bad = (True, ""), (False, "EngineRefused: offloaded")
     for rank, (reports, asked, excluded, left) in enumerate(told):
         assert reports == [{"a": good, "b": bad}, {"a": good}, {"a": good, "b": good}]
-        assert asked == ([] if rank else ["1"]), "once, and not again"
+        assert asked[2:] == ([] if rank else ["1", "2"]), "once with each update, and not again"
         assert (excluded, left) == ({"b": "EngineRefused: offloaded"}, ("a",))
-    assert seen == [["1", "2", "3"], ["3"]]
+    assert seen == [[1, 2, 3, 4], [4]]
 
 
 def train_with_a_rank_that_cannot_send_to_one(trainer):
-    sender, _host = sender_to_many(trainer, transport="p2p")
+    sender, _host = several_engines_sender(trainer, timeout_s=30, transport="p2p")
     sender.set_engines({"a": trainer.send_one[0], "b": trainer.send_one[1]})
     if trainer.rank == 1:
         sender._sender._worker._of(1)._prepare = None  # not callable
@@ -167,42 +138,17 @@ def train_with_a_rank_that_cannot_send_to_one(trainer):
     return told
 
 
-def serve_unless_it_fails(rank, size, requests, *_):
-    receiver = WeightReceiver(TracedModel(ToyRank(0, 1)), 0, 1, torch.device("cpu"))
-    succeeded = []
-    for request in requests:
-        output = receiver.update(request)
-        requests.answer(output)
-        succeeded.append(output.success)
-    return succeeded
-
-
 def test_an_engine_that_one_trainer_rank_cannot_send_to_is_left_out_by_all_of_them():
-    told, succeeded = run_world(2, 2, train_with_a_rank_that_cannot_send_to_one, serve_unless_it_fails)
+    told, seen = run_world(2, 2, train_with_a_rank_that_cannot_send_to_one, serve_alone)
     assert told[0] == told[1]
     message, engines = told[0]
     assert "trainer rank 1: TypeError: 'NoneType' object is not callable" in message
     assert engines == ("a",)
-    assert succeeded == [[True, True], [False]], "the other engine is not disturbed"
-
-
-def train_only_failing_ones(trainer):
-    sender, _host = sender_to_many(trainer)
-    sender.set_engines({name: refuse if trainer.rank == 0 else None for name in "ab"})
-    with pytest.raises(EngineRefused, match="2 of 2 engines were not updated"):
-        sender.update(checkpoint(1).items(), on_failure="exclude")
-    with pytest.raises(Unsupported, match="on_failure='ignore' is not supported"):
-        sender.update(checkpoint(1).items(), on_failure="ignore")
-    assert sender.engines == ("a", "b")
-    sender.close()
-
-
-def test_if_all_engines_fail_that_is_raised():
-    run_world(2, 0, train_only_failing_ones, serve)
+    assert seen == [[1, 2], [0]], "the other engine is not disturbed"
 
 
 def train_and_offload(trainer):
-    sender, _host = sender_to_many(trainer, transport="ipc")
+    sender, _host = several_engines_sender(trainer, timeout_s=30, transport="ipc")
     sender.set_engines({"a": trainer.send_one[0]})
     seconds = [
         sender.update(checkpoint(1).items(), weight_version="1", unmap_after=unmap_after)["a"].seconds
@@ -213,28 +159,14 @@ def train_and_offload(trainer):
 
 
 def serve_and_look(rank, size, requests):
-    receiver = WeightReceiver(TracedModel(ToyRank(0, 1)), 0, 1, torch.device("cpu"))
-    kept = []
-    for request in requests:
-        output = receiver.update(request)
-        kept.append(receiver._executor.transfers.last is not None)
-        requests.answer(output)
-    return kept
+    receiver = receiver_of(ToyRank(0, 1))
+    return [receiver._executor.transfers.last is not None for _ in answered(receiver, requests)]
 
 
 def test_memory_is_unmapped_where_it_is_asked_for():
     told, kept = run_world(1, 1, train_and_offload, serve_and_look)
     assert kept == [[False, True]]
     assert "plan" in told[0][1]
-
-
-def test_messages_are_gathered_in_the_order_of_the_ranks():
-    told, _ = run_world(3, 0, gather_own, serve)
-    assert told == [[["0"], ["1"] * 2, ["2"] * 3]] * 3
-
-
-def gather_own(trainer):
-    return gather_messages([str(trainer.rank)] * (trainer.rank + 1), list[str], dist.group.WORLD)
 
 
 class ThirdGpu(CudaRuntime):

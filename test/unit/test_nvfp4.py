@@ -13,7 +13,6 @@ from sglang_reshard.landings.converting import converting
 from sglang_reshard.trace.block_formats import FP8, Nvfp4Blocks, quantize_nvfp4
 from sglang_reshard.trace.block_fp8 import _Quantizer
 from sglang_reshard.trace.built_modules import remember
-from sglang_reshard.trace.names_read import names_read
 from sglang_reshard.trace.tracer import trace
 from support import nvfp4
 from support.sweep import examples
@@ -50,19 +49,6 @@ def test_it_quantizes_by_definition(seed, dtype, factor):
         right, of_groups = nvfp4.quantized(weight, whole[n])
         assert torch.equal(packed[n], right)
         assert torch.equal(scales[n].view(torch.uint8), of_groups.view(torch.uint8))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_it_quantizes_as_modelopt_does(dtype):
-    tensor = pytest.importorskip("modelopt.torch.quantization.qtensor.nvfp4_tensor").NVFP4QTensor
-    for seed in range(50):
-        weights = patterns(seed, dtype)
-        whole = tensor.get_weights_scaling_factor_2(weights)
-        assert torch.equal(whole, nvfp4.whole_scale(weights))
-        right, scales, _ = tensor.quantize(weights.clone(), 16, None, whole)
-        packed, of_groups = quantize_nvfp4(weights[None], whole[None])
-        assert torch.equal(packed[0], right._quantized_data)
-        assert torch.equal(of_groups[0].view(torch.uint8), scales.view(torch.uint8))
 
 
 class ModelOptFp4LinearMethod:
@@ -150,12 +136,6 @@ def test_a_rank_quantizes_its_part_of_the_trainers_weights():
         assert contents(model) == contents(started(stored(sent(seed))))
 
 
-def test_a_quantized_checkpoint_is_copied_unchanged():
-    model, given = started(stored(sent(1))), stored(sent(2))
-    replay(trace(model, specs_of(given)), given)
-    assert contents(model) == contents(started(given))
-
-
 def test_a_weight_is_not_quantized_before_its_scale_has_arrived():
     model, given = started(stored(sent(1))), sent(2)
     program = trace(model, specs_of(given))
@@ -169,12 +149,6 @@ def test_a_weight_is_not_quantized_before_its_scale_has_arrived():
                 copy.destination(landing.program.targets[copy.target]).copy_(part)
         landing.arrived(turn)
     assert contents(model) == contents(started(stored(given)))
-
-
-def test_names_are_found_by_the_scale_that_is_sent():
-    found = names_read(started(stored(sent(1))), specs_of(sent(2)))
-    assert {name for name in sent(2) if name.endswith("weight")} <= found.read
-    assert found.refused == ""
 
 
 class CompressedTensorsW4A4Fp4(ModelOptFp4LinearMethod):
@@ -203,18 +177,6 @@ def test_weights_without_scales_are_refused_by_name(method, advice):
     )
     with pytest.raises(Unsupported, match=match):
         trace(engine(method), specs_of(given))
-
-
-def test_another_error_of_the_loader_is_not_blamed_on_the_format():
-    given = stored(sent(1)) | {"mlp.gate.bias": torch.zeros(3)}
-    with pytest.raises(Exception, match=r"rejected the tensors at mlp\.gate\.bias"):
-        trace(engine(), specs_of(given))
-
-
-def test_the_scale_of_activations_must_be_sent():
-    given = {name: tensor for name, tensor in sent(1).items() if not name.endswith("input_scale")}
-    with pytest.raises(Unsupported, match=r"mlp\.gate_up\.input_scale is not written by the loader at all"):
-        trace(started(stored(sent(1))), specs_of(given))
 
 
 def test_columns_that_share_no_scale_are_refused():

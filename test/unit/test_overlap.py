@@ -61,12 +61,6 @@ def test_one_tensor_under_tied_names_is_written_once():
         check(("a", memory), ("b", memory[0]), tied=lambda a, b: True)
 
 
-def test_interleaved_and_empty_views_are_no_overlap():
-    memory = torch.zeros(6, 6)
-    parts = [("rows", memory[::2]), ("left", memory[1::2, :3]), ("right", memory[1::2, 3:]), ("none", memory[:0])]
-    assert check(*parts) == [0, 1, 2, 3]
-
-
 def test_many_tensors_take_little_time():
     memory = torch.zeros(100_000, 2)
     named = [(f"t{number}", row) for number, row in enumerate(memory)]

@@ -17,88 +17,58 @@ RECIPES = ROOT / "docs" / "recipes"
 BATCH = RECIPES / "slurm" / "train-and-serve.sbatch"
 MANIFESTS = sorted((RECIPES / "kubernetes").glob("*.yaml"))
 
-# Fields of Kubernetes' API, as its own client has them: what the manifests use of each type, and the field's type.
-# [T]: a list of them; {}: any mapping of strings.
-FIELDS: dict[str, dict[str, Any]] = {
-    "Job": {"apiVersion": str, "kind": str, "metadata": "ObjectMeta", "spec": "JobSpec"},
-    "Deployment": {"apiVersion": str, "kind": str, "metadata": "ObjectMeta", "spec": "DeploymentSpec"},
-    "Service": {"apiVersion": str, "kind": str, "metadata": "ObjectMeta", "spec": "ServiceSpec"},
-    "Secret": {"apiVersion": str, "kind": str, "metadata": "ObjectMeta", "type": str, "stringData": {}},
-    "ObjectMeta": {"name": str, "labels": {}},
-    "JobSpec": {
-        "backoffLimit": int,
-        "completionMode": str,
-        "completions": int,
-        "parallelism": int,
-        "template": "PodTemplate",
-    },
-    "DeploymentSpec": {
-        "replicas": int,
-        "selector": "LabelSelector",
-        "strategy": "Strategy",
-        "template": "PodTemplate",
-    },
-    "Strategy": {"rollingUpdate": "RollingUpdate"},
-    "RollingUpdate": {"maxSurge": int, "maxUnavailable": int},
-    "LabelSelector": {"matchLabels": {}},
-    "ServiceSpec": {"clusterIP": str, "ports": ["ServicePort"], "publishNotReadyAddresses": bool, "selector": {}},
-    "ServicePort": {"name": str, "port": int, "targetPort": int},
-    "PodTemplate": {"metadata": "ObjectMeta", "spec": "PodSpec"},
-    "PodSpec": {
-        "containers": ["Container"],
-        "initContainers": ["Container"],
-        "restartPolicy": str,
-        "securityContext": "PodSecurity",
-        "shareProcessNamespace": bool,
-        "subdomain": str,
-        "volumes": ["Volume"],
-    },
-    "PodSecurity": {"runAsUser": int, "runAsGroup": int, "runAsNonRoot": bool},
-    "Container": {
-        "name": str,
-        "image": str,
-        "restartPolicy": str,
-        "command": [str],
-        "args": [str],
-        "env": ["EnvVar"],
-        "ports": ["ContainerPort"],
-        "readinessProbe": "Probe",
-        "startupProbe": "Probe",
-        "resources": "Resources",
-        "securityContext": "Security",
-        "volumeMounts": ["VolumeMount"],
-    },
-    "EnvVar": {"name": str, "value": str, "valueFrom": "EnvVarSource"},
-    "EnvVarSource": {"secretKeyRef": "SecretKey"},
-    "SecretKey": {"name": str, "key": str},
-    "ContainerPort": {"name": str, "containerPort": int},
-    "Probe": {"exec": "Exec", "httpGet": "HttpGet", "periodSeconds": int, "failureThreshold": int},
-    "Exec": {"command": [str]},
-    "HttpGet": {"path": str, "port": str, "scheme": str},
-    "Resources": {"requests": {}, "limits": {}},
-    "Security": {"capabilities": "Capabilities"},
-    "Capabilities": {"add": [str]},
-    "Volume": {"name": str, "emptyDir": "EmptyDir", "persistentVolumeClaim": "Claim", "secret": "SecretVolume"},
-    "EmptyDir": {"medium": str, "sizeLimit": str},
-    "Claim": {"claimName": str},
-    "SecretVolume": {"secretName": str, "items": ["KeyToPath"]},
-    "KeyToPath": {"key": str, "path": str},
-    "VolumeMount": {"name": str, "mountPath": str, "readOnly": bool},
+# Fields of Kubernetes' API, as its own client has them: what the manifests use of each type. A field is a string, or
+# of the type behind its colon; [T] is a list of them, and {} any mapping of strings.
+FIELDS = {
+    "Job": "apiVersion kind metadata:ObjectMeta spec:JobSpec",
+    "Deployment": "apiVersion kind metadata:ObjectMeta spec:DeploymentSpec",
+    "Service": "apiVersion kind metadata:ObjectMeta spec:ServiceSpec",
+    "Secret": "apiVersion kind metadata:ObjectMeta type stringData:{}",
+    "ObjectMeta": "name labels:{}",
+    "JobSpec": "backoffLimit:int completionMode completions:int parallelism:int template:PodTemplate",
+    "DeploymentSpec": "replicas:int selector:LabelSelector strategy:Strategy template:PodTemplate",
+    "Strategy": "rollingUpdate:RollingUpdate",
+    "RollingUpdate": "maxSurge:int maxUnavailable:int",
+    "LabelSelector": "matchLabels:{}",
+    "ServiceSpec": "clusterIP ports:[ServicePort] publishNotReadyAddresses:bool selector:{}",
+    "ServicePort": "name port:int targetPort:int",
+    "PodTemplate": "metadata:ObjectMeta spec:PodSpec",
+    "PodSpec": "containers:[Container] initContainers:[Container] restartPolicy securityContext:PodSecurity"
+    " shareProcessNamespace:bool subdomain volumes:[Volume]",
+    "PodSecurity": "runAsUser:int runAsGroup:int runAsNonRoot:bool",
+    "Container": "name image restartPolicy command:[str] args:[str] env:[EnvVar] ports:[ContainerPort]"
+    " readinessProbe:Probe startupProbe:Probe resources:Resources securityContext:Security volumeMounts:[VolumeMount]",
+    "EnvVar": "name value valueFrom:EnvVarSource",
+    "EnvVarSource": "secretKeyRef:SecretKey",
+    "SecretKey": "name key",
+    "ContainerPort": "name containerPort:int",
+    "Probe": "exec:Exec httpGet:HttpGet periodSeconds:int failureThreshold:int",
+    "Exec": "command:[str]",
+    "HttpGet": "path port scheme",
+    "Resources": "requests:{} limits:{}",
+    "Security": "capabilities:Capabilities",
+    "Capabilities": "add:[str]",
+    "Volume": "name emptyDir:EmptyDir persistentVolumeClaim:Claim secret:SecretVolume",
+    "EmptyDir": "medium sizeLimit",
+    "Claim": "claimName",
+    "SecretVolume": "secretName items:[KeyToPath]",
+    "KeyToPath": "key path",
+    "VolumeMount": "name mountPath readOnly:bool",
 }
+SCALARS = {"": str, "str": str, "int": int, "bool": bool, "{}": dict}
 
 
-def problems(value: Any, kind: Any, where: str) -> list[str]:
+def problems(value: Any, kind: str, where: str) -> list[str]:
     """Says which fields of a manifest do not exist, or have another type."""
-    if isinstance(kind, list):
+    if kind.startswith("["):
         if not isinstance(value, list):
             return [f"{where} is no list"]
-        return [found for number, one in enumerate(value) for found in problems(one, kind[0], f"{where}[{number}]")]
-    if isinstance(kind, str):
-        known = FIELDS[kind]
-        unknown = [f"{where} has no {name}" for name in value if name not in known]
-        return unknown + [f for n, v in value.items() if n in known for f in problems(v, known[n], f"{where}.{n}")]
-    expected = dict if kind == {} else kind
-    return [] if type(value) is expected else [f"{where} is {value!r}"]
+        return [found for number, one in enumerate(value) for found in problems(one, kind[1:-1], f"{where}[{number}]")]
+    if kind in SCALARS:
+        return [] if type(value) is SCALARS[kind] else [f"{where} is {value!r}"]
+    known = {name: kind for name, _, kind in (field.partition(":") for field in FIELDS[kind].split())}
+    unknown = [f"{where} has no {name}" for name in value if name not in known]
+    return unknown + [f for n, v in value.items() if n in known for f in problems(v, known[n], f"{where}.{n}")]
 
 
 def objects(path: Path) -> list[dict[str, Any]]:
@@ -218,19 +188,24 @@ def test_options_of_torchrun_are_torchs() -> None:
     assert given <= known
 
 
-def test_the_batch_script_parses_and_refuses_too_few_nodes(tmp_path: Path) -> None:
-    subprocess.run(["bash", "-n", str(BATCH)], check=True)
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text("#!/bin/sh\necho node1\n")
-    scontrol.chmod(0o755)
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": "m", "TRAIN": "t", "SLURM_JOB_NODELIST": "node1"}
-    ended = subprocess.run(["bash", str(BATCH)], env=variables, capture_output=True, text=True, timeout=30)
+def run_batch(folder: Path, stand_ins: dict[str, str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script with stand-ins for Slurm's commands."""
+    for name, body in stand_ins.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    common = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), "MODEL": "m", "TRAIN": "train.py"}
+    environment = common | variables | {"SLURM_JOB_NODELIST": "list", "SLURM_JOB_ID": "7"}
+    return subprocess.run(["bash", str(BATCH)], env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_the_batch_script_refuses_too_few_nodes(tmp_path: Path) -> None:
+    ended = run_batch(tmp_path, {"scontrol": "echo node1"})
     assert ended.returncode == 2
     assert "leaves no node for one of the two sides" in ended.stderr
 
 
 def test_the_batch_script_starts_servers_then_the_trainer(tmp_path: Path) -> None:
-    """With stand-ins for Slurm's commands that write down how they are called."""
+    """The stand-ins write down how they are called."""
     calls = tmp_path / "calls"
     stand_ins = {
         "scontrol": "printf 'a1\\na2\\nb1\\nb2\\n'",
@@ -240,19 +215,7 @@ def test_the_batch_script_starts_servers_then_the_trainer(tmp_path: Path) -> Non
         "openssl": """case "$1" in rand) echo 00ff; exit;; esac
                       for last; do :; done; touch "$last" "${last%.crt}.key" """,
     }
-    for name, body in stand_ins.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    variables = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "HOME": str(tmp_path),
-        "MODEL": "m",
-        "TRAIN": "train.py",
-        "SERVERS": "2",
-        "SLURM_JOB_NODELIST": "list",
-        "SLURM_JOB_ID": "7",
-    }
-    ended = subprocess.run(["bash", str(BATCH)], env=variables, capture_output=True, text=True, timeout=60)
+    ended = run_batch(tmp_path, stand_ins, SERVERS="2")
     assert ended.returncode == 0, ended.stderr
     told = calls.read_text().splitlines()
     servers = [line for line in told if "sglang serve" in line]

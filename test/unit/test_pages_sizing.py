@@ -11,15 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from benchmark.gpu import recording
 from sglang_reshard.cli.doctor import host
-from sglang_reshard.cli.plan.figures import Forecast
-from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source
+from sglang_reshard.cli.plan.request import Source
 from sglang_reshard.cli.plan.sizing import Sizing, TrainerSizing, engine_sizing, trainer_sizings
 from sglang_reshard.cli.plan.sources import layout_of
-from sglang_reshard.cli.plan.table import needs
 from sglang_reshard.extras.asynchronous.async_copy import AsyncShardCopy
 from sglang_reshard.landings.shadow import Shadow
 from sglang_reshard.layout.regions import TensorSpec
@@ -95,10 +92,6 @@ def test_the_copy_of_an_asynchronous_update_takes_what_is_told() -> None:
     shadow.release()
 
 
-def test_the_base_of_deltas_is_half_again_what_is_sent() -> None:
-    assert [t.delta_bytes for t in trainer_sizings(TensorIndex.of(layout_of(SPECS, Source())), [1000])] == [1500]
-
-
 def test_shadow_weights_take_what_is_told() -> None:
     recorded = recording.load(recording.recorded()[EXAMPLE])
     index = TensorIndex.of(recorded.layout)
@@ -140,17 +133,6 @@ def test_the_example_of_the_page_is_what_the_code_computes(example: Sizing) -> N
     assert {name: numbers(cell)[0] for name, cell in rows.items()} == expected
 
 
-def test_the_formulas_of_the_page_give_the_example(example: Sizing) -> None:
-    """With the page's own words: bytes of the shards, rounded up by a unit for each storage at most."""
-    recorded = recording.load(recording.recorded()[EXAMPLE])
-    held = recorded.layout.local_bytes()[0]
-    trainer = example.trainer_ranks[0]
-    for unit, computed in ((4096, trainer.shm_bytes), (64, trainer.arena_bytes), (256, trainer.async_bytes)):
-        assert held <= computed < held + unit * trainer.storages
-    assert trainer.delta_bytes == held + held // 2
-    assert example.engine_ranks[0].mappings <= sum(t.storages for t in example.trainer_ranks)
-
-
 def test_limits_of_the_page_are_the_doctors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The doctor changes its mind at the numbers that the page says."""
     rows = {row[0].strip("`"): row[2] for row in table(PAGE, "## Limits of the host")}
@@ -174,18 +156,3 @@ def test_limits_of_the_page_are_the_doctors(monkeypatch: pytest.MonkeyPatch, tmp
     assert [mappings(n) for n in (most - 1, most)] == ["warning", "ok"]
     few, enough = (int(n) << {"M": 20, "G": 30}[unit] for n, unit in re.findall(r"(\d+) ([MG])iB", rows["/dev/shm"]))
     assert [shared_memory(n) for n in (few - 1, few, enough - 1, enough)] == ["fail", "warning", "warning", "ok"]
-
-
-@pytest.mark.parametrize(
-    ("device", "told"),
-    [("cpu", ["/dev/shm", "open files", "mappings"]), ("cuda", ["CUDA IPC handles", "if offloaded"])],
-)
-def test_plan_prints_them_where_they_apply(device: str, told: list[str], example: Sizing) -> None:
-    question = PlanRequest("m", "m", Source(), EngineSizes(1), device=device)
-    forecast = Forecast(question=question, tensors=1, model_bytes=1, layout_pieces=1, sizing=example)
-    console = Console(width=200)
-    with console.capture() as captured:
-        console.print(needs(forecast))
-    shown = captured.get()
-    assert all(words in shown for words in [*told, "shadow weights", "base and changes"])
-    assert ("CUDA" in shown) == (device == "cuda")

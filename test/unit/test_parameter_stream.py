@@ -12,12 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras import parameter_stream
 from sglang_reshard.extras.parameter_stream import ParameterStream, buckets, packed
-from support.toy import ToyRank, checkpoint
+from support.toy import checkpoint
+from support.toy_serving import serve
 from support.world import run_world
 
 ENGINES = 2
@@ -61,21 +60,9 @@ def stream(trainer: Any) -> dict[str, Any]:
     return seen
 
 
-def serve(rank: int, size: int, requests: Any) -> list[bool]:
-    model = ToyRank(rank, size)
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
-    seen = []
-    for request in requests:
-        requests.answer(receiver.update(request))
-        expected = ToyRank(rank, size)
-        expected.load_weights(checkpoint(int(request.weight_version)).items())
-        seen.append(all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True)))
-    return seen
-
-
 def test_an_engine_has_whole_versions() -> None:
     (told,), seen = run_world(1, ENGINES, stream, serve)
-    assert seen == [[True] * 3] * ENGINES
+    assert seen == [[1, 2, 3]] * ENGINES
     assert told["received"] == [(True, "1"), (False, "2"), (False, "3")], "planned once"
     assert told["bytes"] == sum(tensor.nbytes for tensor in checkpoint(1).values())
 

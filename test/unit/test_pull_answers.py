@@ -95,13 +95,6 @@ def test_nothing_of_an_answer_is_passed_on(told, status, body, kind, says):
     assert SECRET in told.text, "the operator finds it in the log"
 
 
-@pytest.mark.parametrize("field", ["version", "digest", "dtype"])
-def test_an_answer_with_a_text_of_any_length_is_none(field):
-    shared = SharedWeights(Address("s", "127.0.0.1", 9, "0" * 64), "7", "", "float32")
-    body = msgspec.json.encode(msgspec.structs.replace(shared, **{field: "x" * 5000})).decode()
-    assert "it is not a server" in str(run(pulled(answering(200, body))))
-
-
 async def never(_writer):
     await asyncio.sleep(60)
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_reshard.layout.regions import Box, LocalRegion
@@ -13,18 +13,12 @@ from sglang_reshard.sources import Mesh, Placement, ShardMap, SourceLayout, Sour
 from support.plans import (
     HOST,
     copies_of,
-    loaded,
     meshed_layouts,
-    rank_demands,
     read_plans,
-    run_reads,
-    shards,
     tensor_parallel,
     tp_copies,
-    values,
     wanted,
 )
-from support.sweep import examples
 
 
 @st.composite
@@ -37,17 +31,6 @@ def jobs(draw):
         draw(st.integers(0, engine_ranks - 1)), engine_ranks, draw(st.sampled_from(["a", "b"])), hosts
     )
     return layout, copies, location
-
-
-@given(jobs())
-@settings(max_examples=examples(300))
-def test_reads_fill_the_targets_as_the_copies_would(job):
-    layout, copies, location = job
-    whole = values(layout)
-    plan = plan_reads(TensorIndex.of(layout), copies, location)
-    local = {t: shards(layout, whole, t) for t in range(layout.trainer_ranks)}
-    expected, found = loaded(copies, whole), run_reads(plan, local)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 @given(jobs())
@@ -86,22 +69,6 @@ def test_duplicate_reads_refer_to_the_first(job):
 
 
 @given(jobs())
-def test_reads_are_in_destination_order_for_each_trainer_rank(job):
-    layout, copies, location = job
-    plan = plan_reads(TensorIndex.of(layout), copies, location)
-    targets = list(dict.fromkeys(c.target for c in copies))
-    places = [
-        (int(t), targets.index(plan.copies[c].target), plan.copies[c].offset, plan.items[p].offset)
-        for t, c, p in zip(plan.trainer_ranks, plan.copy_ids, plan.item_ids, strict=True)
-    ]
-    assert places == sorted(places)
-    assert sorted(read for t in plan.traffic() for read in plan.reads_from(t)) == list(range(len(places)))
-    for trainer_rank, (nbytes, reads) in plan.traffic().items():
-        own = plan.reads_from(trainer_rank)
-        assert (int(plan.nbytes[own.start : own.stop].sum()), len(own)) == (nbytes, reads)
-
-
-@given(jobs())
 def test_equal_plans_have_equal_digests_and_others_do_not(job):
     layout, copies, location = job
     digest = plan_reads(TensorIndex.of(layout), copies, location).digest()
@@ -124,14 +91,6 @@ def test_replicas_are_read_evenly():
     assert sent.max() <= 1.05 * sent.min()
 
 
-def test_replicas_are_read_on_the_same_host():
-    layout = tensor_parallel(4, [(8, 4)] * 6, [-1] * 6)
-    (copies,) = tp_copies(layout, [-1] * 6, 1)
-    plan = plan_reads(TensorIndex.of(layout), copies, RankLocation(0, 1, "b", ("a", "a", "b", "b")))
-    assert set(plan.traffic()) == {2, 3}
-    assert len({nbytes for nbytes, _ in plan.traffic().values()}) == 1
-
-
 def test_a_replica_on_the_same_host_is_found_at_any_local_start():
     box = Box((0,), (8,))
     held = ShardMap.of([(box, (0,), 0), (box, (5,), 1)])
@@ -140,14 +99,6 @@ def test_a_replica_on_the_same_host_is_found_at_any_local_start():
         plan = plan_reads(TensorIndex.of(layout), [wanted(layout, 0, box)], RankLocation(0, 1, host, ("a", "b")))
         assert set(plan.traffic()) == {trainer_rank}
         assert plan.items[0].local_region == LocalRegion((first,), (8,), (1,))
-
-
-def test_equal_and_shrinking_sizes_read_from_their_own_trainer_ranks():
-    for trainers, engines in ((4, 4), (16, 4), (6, 2)):
-        layout = tensor_parallel(trainers, [(96, 8), (8, 96)], [0, 1])
-        _, plan = read_plans(layout, tp_copies(layout, [0, 1], engines))
-        per = trainers // engines
-        assert [tuple(t.traffic()) for t in plan] == [tuple(range(e * per, (e + 1) * per)) for e in range(engines)]
 
 
 @given(jobs())
@@ -167,14 +118,6 @@ def test_demands_list_shards_and_unread_tensors(job):
     # A box that ranks hold at different places of their local tensors is plan from one of them.
     assert len(needed) == len(expected)
     assert set(unread_tensors(index, demands)) == {t.name for t in layout.tensors} - {c.source for c in copies}
-
-
-def test_a_rank_without_copies_reads_nothing():
-    layout = tensor_parallel(2, [(4, 4)], [0])
-    index, demands = rank_demands(layout, [[]])
-    assert demands[0].traffic == {}
-    assert demands[0].least_bytes == 0
-    assert unread_tensors(index, demands) == ("t0",)
 
 
 def test_a_hundred_thousand_tensors_of_few_classes_are_planned_by_class():

@@ -14,13 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
 from sglang_reshard import ReshardPlan, reshard
-from sglang_reshard.errors import ReshardError
-from support.dtensors import MaskPartial
 from support.sweep import sweep
 from support.world import run_world
 
@@ -169,35 +167,3 @@ def test_fsdp2_over_tensor_parallelism(size):
     for wrong, cases in results:
         assert wrong == []
         assert cases >= 82
-
-
-# -- what is refused
-
-
-def refused(trainer):
-    """What each layout that cannot be moved is refused with; nothing if it was moved."""
-    mesh = DeviceMesh("cpu", list(range(trainer.size)))
-    whole = values((8, 4))
-    partials = [Partial("sum"), Partial("avg"), Partial("max"), Partial("min")]
-    partials.append(MaskPartial(offset_shape=whole.shape, offset_dim=0))
-    sources = {repr(p): DTensor.from_local(whole.clone(), mesh, [p], run_check=False) for p in partials}
-    for dtype in (torch.complex64, torch.complex128):
-        sources[str(dtype)] = distribute_tensor(whole.to(dtype), mesh, [Shard(0)], src_data_rank=None)
-    for dtype in (torch.int64, torch.uint16, torch.bool):
-        sources[str(dtype)] = distribute_tensor(whole.to(dtype), mesh, [Shard(0)], src_data_rank=None)
-    found = {}
-    for name, source in sources.items():
-        for way, pair in (("source", (source, whole.clone())), ("target", (whole, source))):
-            with pytest.raises(ReshardError) as refusal:
-                reshard([("w", pair[0])], [("w", pair[1])])
-            found[name, way] = f"{refusal.type.__name__}: {refusal.value}"
-    return found
-
-
-def test_partial_complex_and_casts_are_refused_by_name_on_all_ranks():
-    results, _ = run_world(2, 0, refused, None)
-    assert results[0] == results[1]
-    assert len(results[0]) == 20
-    for (name, _), message in results[0].items():
-        assert message.startswith("Unsupported: trainer rank 0: w "), (name, message)
-        assert name.removeprefix("torch.") in message

@@ -6,12 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from sglang_reshard.memory.mapping import MemoryExporter
 from sglang_reshard.patches import memory_saver, model_runner
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.routes.base import AroundEnd, EngineEnd
 from sglang_reshard.trainer.engine_transfers import EngineTransfers, _Prepared
 from sglang_reshard.trainer.publisher import ShardPublisher
 
@@ -34,12 +31,6 @@ def test_receivers_are_told_before_the_memory_saver_releases_weights(monkeypatch
     memory_saver.before_pause(object(), tag)
     assert [receiver.released for receiver in receivers] == [2 * released] * 2
     assert len([r for r in told.records if "could not be dropped before" in r.message]) == 2 * released
-
-
-def test_a_route_around_one_that_holds_pages_holds_them_too():
-    inner: Any = type("Registered", (EngineEnd,), {"holds_pages": True})()
-    assert AroundEnd(AroundEnd(inner)).holds_pages
-    assert not AroundEnd(EngineEnd()).holds_pages
 
 
 # -- a trainer rank's memory without handles, as expandable segments are: other pages may be at the same addresses
@@ -65,14 +56,3 @@ def test_what_is_registered_of_memory_without_handles_is_registered_again_once_t
     second = publisher.publish([("w", shard)])
     assert (second.identity, second.handles) == (first.identity, first.handles)
     assert transfers.prepared_transfer(second) == ("" if holds_pages else "7/abc")
-
-
-def test_allocations_with_handles_are_told_by_their_numbers(gpu):
-    exporter = MemoryExporter(0)
-    exporter.export([gpu.allocate(64)])
-    assert exporter.pages() == ()
-    gpu.without_handles = "none"
-    exporter.export([gpu.allocate(64)])
-    assert exporter.pages() == (gpu.freed,)
-    exporter.export([torch.ones(3)])
-    assert exporter.pages() == ()

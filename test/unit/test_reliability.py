@@ -14,8 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import ControlServer
 from sglang_reshard.engine.context import Phase, Vote
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import ConnectionLost, Unsupported
 from sglang_reshard.landings.shadow import check_room
@@ -23,6 +21,7 @@ from sglang_reshard.protocol import update_channel
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import WRITING
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 
@@ -71,7 +70,7 @@ def stage_and_not(trainer: Any) -> list[int]:
 
 def keep_staged_memory(rank: int, size: int, requests: Any) -> list[bool]:
     """Whether the first shadow weights of a staged update are kept after each update."""
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, torch.device("cpu"))
+    receiver = receiver_of(ToyRank(rank, size))
     memory, kept = None, []
     for number, request in enumerate(requests):
         output = receiver.update(request)

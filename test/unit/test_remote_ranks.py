@@ -45,14 +45,13 @@ def test_every_rank_is_told_why_there_is_no_server(url, kind, says):
     assert all(says in words for _, words in told)
 
 
-def test_every_rank_is_told_that_an_interface_is_none():
-    told, _ = run_world(3, 1, open_on, idle, "192.0.2.1")
-    assert all("interface='192.0.2.1' is not an address of trainer rank 0's host" in words for words in told)
-
-
-def test_every_rank_is_told_that_all_interfaces_are_no_address():
-    told, _ = run_world(2, 1, open_on, idle, "0.0.0.0")
-    assert all("interface='0.0.0.0' means all interfaces" in words for words in told)
+@pytest.mark.parametrize(
+    ("interface", "says"),
+    [("192.0.2.1", "is not an address of trainer rank 0's host"), ("0.0.0.0", "means all interfaces")],
+)
+def test_every_rank_is_told_that_an_interface_is_none(interface, says):
+    told, _ = run_world(2, 1, open_on, idle, interface)
+    assert all(f"interface='{interface}' {says}" in words for words in told)
 
 
 def test_a_group_that_cannot_carry_metadata_is_told_so(monkeypatch):

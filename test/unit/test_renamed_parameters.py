@@ -14,9 +14,9 @@ from sglang_reshard.extras.realloc import reshard
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from sglang_reshard.layout.names import Renaming, patterns
 from sglang_reshard.sources import FlatBuffer, FlatMember, FusedSlice, FusedTensor, describe
+from support.several_engines import several_engines_sender
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
-from test_multi_engine import sender_to_many
 
 
 def serve(rank, size, requests, *_):
@@ -223,7 +223,7 @@ def test_a_generator_that_raises_on_one_rank_is_named_by_that_rank_on_all(how, t
 
 
 def train_for_many(trainer):
-    sender, _host = sender_to_many(trainer, transport="p2p")
+    sender, _host = several_engines_sender(trainer, timeout_s=30, transport="p2p")
     sender.set_engines({"engine": trainer.send_one[0], "module": trainer.send_one[1]})
     named = {f"_orig_mod.policy.{name}": tensor for name, tensor in checkpoint(1).items()}
     options = {"rename": {"_orig_mod.policy.": "module."}, "verify": "full"}

@@ -11,9 +11,7 @@ from sglang_reshard.trace.built_modules import note_copies, remember
 from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace
 from support.toy_repacking import (
-    COLUMNS,
     BlockLinear,
-    Linear,
     Method,
     Repacking,
     live_tensors,
@@ -85,33 +83,6 @@ def test_the_live_module_is_not_touched_before_its_results_are_there():
     assert vars(layer) == attributes
     assert vars(layer.quant_method).keys() == method.keys()
     assert seen == [], "by the live method"
-
-
-def test_modules_arrive_one_after_the_other():
-    model = started(Repacking(20, ROWS), weights(1, 20, ROWS))
-    given = weights(2, 20, ROWS)
-    program = trace(model, specs_of(given))
-    landing = converting(Landing(program), CPU, 1)
-    landing.place([], program.targets)
-    one = sum(arrival.nbytes for target, arrival in program.arrivals.items() if target.startswith("layers.0."))
-    assert (landing.turns, landing.nbytes) == (20, one)
-    for turn in range(landing.turns):
-        for copy in program.copies:
-            if landing.turn_of(copy.target) in ((turn,) if turn else (None, turn)):
-                part = given[copy.source][copy.region.slices()]
-                copy.destination(landing.program.targets[copy.target]).copy_(part)
-        landing.arrived(turn)
-    program.run_steps()
-    assert differing(model, started(Repacking(20, ROWS), given)) == []
-
-
-def test_parts_in_different_messages_keep_the_module_until_the_last():
-    model = started(Repacking(2, ROWS), weights(1, 2, ROWS))
-    program = trace(model, specs_of(weights(2, 2, ROWS)))
-    landing = converting(Landing(program), CPU, 1)
-    landing.place([{"layers.0.weight"}, {"layers.1.weight"}, {"layers.0.weight"}], {"layers.0.bound"})
-    turns = {target: landing.turn_of(target) for target in program.arrivals if landing.turn_of(target) is not None}
-    assert turns == {"layers.0.weight": 2, "layers.0.bound": 2, "layers.1.weight": 1, "layers.1.bound": 1}
 
 
 def test_a_parameter_that_nothing_brings_must_not_matter():
@@ -213,16 +184,6 @@ def test_a_loader_that_fails_leaves_the_modules_as_they_were():
     with pytest.raises(Exception, match="rejected"):
         trace(model, specs_of(given))
     assert vars(model.layers[0]) == before
-
-
-def test_a_module_that_is_as_it_was_built_is_written_in_place():
-    model = Repacking(1, ROWS)
-    given = weights(1, 1, ROWS) | {"layers.0.steps": torch.ones(3)}
-    del given["layers.0.left.bound"]
-    program = trace(model, specs_of(given))
-    assert not program.arrivals
-    assert isinstance(model.layers[0], Linear)
-    assert model.layers[0].weight.shape == (ROWS, COLUMNS)
 
 
 def test_blocks_that_are_quantized_on_arrival_are_repacked_next():

@@ -58,18 +58,6 @@ class Page(HTMLParser):
             self.titles.append(data)
 
 
-def test_phases_of_a_rank_follow_each_other_from_the_end_of_publish() -> None:
-    found = spans(report())
-    assert [(s.phase, s.begin, s.end) for s in found if s.rank == TRAINER] == [
-        ("publish", 0.0, 0.5),
-        ("wait for the engine", 0.5, 3.0),
-    ]
-    for rank in range(4):
-        plan, move = (s for s in found if s.rank == f"engine rank {rank}")
-        assert (plan.phase, plan.begin, plan.end) == ("plan", 0.5, 0.75)
-        assert (move.phase, move.begin, move.seconds) == ("move", 0.75, 1.0 + rank / 100)
-
-
 @pytest.mark.parametrize("engines", [1, 4, 100])
 def test_the_page_is_whole_and_its_texts_are_no_markup(engines: int) -> None:
     text = page.page(report(engines))
@@ -91,11 +79,6 @@ def test_bytes_between_ranks_add_up_also_where_neighbours_share_a_square(engines
     assert told + thousands == pytest.approx(
         sum(n for rank in of.engine_ranks for n in rank.read_bytes.values()), rel=0.01
     )
-
-
-def test_a_report_of_another_trainer_rank_says_why_it_has_no_pairs() -> None:
-    ranks = (RankReport(0, 10, 10, 0, {"move": 0.1}),)
-    assert "only that of trainer rank 0 has them" in page.page(report(engine_ranks=ranks, trainer_ranks=()))
 
 
 def test_of_many_ranks_the_slowest_ones_are_drawn() -> None:

@@ -9,22 +9,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sglang_reshard import ReshardPlan, reshard
-from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.modules.state_dict import StateDictModel
 from sglang_reshard.layout.regions import Box, TensorSpec
 from sglang_reshard.sources import ExplicitSharding, ShardMap
 from sglang_reshard.trace.tracer import trace
+from support.refusals import refusal_of
 from support.world import run_world
 
 RANKS = 2
-
-
-def refusal(call):
-    try:
-        call()
-    except ReshardError as error:
-        return type(error).__name__, str(error)
-    return None
 
 
 def overlapping(trainer):
@@ -33,9 +26,9 @@ def overlapping(trainer):
     memory = torch.zeros(6)
     one_ranks = (memory[:4], memory[2:]) if trainer.rank == 1 else (torch.zeros(4), torch.zeros(4))
     found = [
-        refusal(lambda: reshard([("a", x), ("b", y)], [("a", memory[:4]), ("b", memory[:4])])),
-        refusal(lambda: reshard([("a", x), ("b", y)], [("a", one_ranks[0]), ("b", one_ranks[1])])),
-        refusal(lambda: reshard([("a", x)], [("a", memory[:1].expand(4))])),
+        refusal_of(lambda: reshard([("a", x), ("b", y)], [("a", memory[:4]), ("b", memory[:4])])),
+        refusal_of(lambda: reshard([("a", x), ("b", y)], [("a", one_ranks[0]), ("b", one_ranks[1])])),
+        refusal_of(lambda: reshard([("a", x)], [("a", memory[:1].expand(4))])),
     ]
     return found, bool(memory.any())
 
@@ -63,7 +56,7 @@ def tied(trainer):
     return (
         target.tolist(),
         plan.received_bytes,
-        refusal(lambda: reshard(held_by_first(apart), [("a", target), ("b", target)], group)),
+        refusal_of(lambda: reshard(held_by_first(apart), [("a", target), ("b", target)], group)),
     )
 
 

@@ -45,12 +45,6 @@ def test_nothing_else_is_read_where_descriptors_cost_nothing(region):
     assert plan_runs(count, strides, 2, 0).total_bytes == 2 * math.prod(count)
 
 
-def test_contiguous_memory_is_one_run():
-    runs = plan_runs((3, 4, 5), (20, 5, 1), 2, 8192)
-    assert (runs.offsets.tolist(), runs.nbytes, runs.strides) == ([0], 120, (20, 5, 1))
-    assert runs.is_row_major((3, 4, 5))
-
-
 def test_long_rows_are_read_apart_and_short_ones_with_what_is_between():
     long = plan_runs((4, 8192), (4 * 8192, 1), 2, 8192)
     assert (len(long.offsets), long.nbytes) == (4, 16384)

@@ -48,81 +48,68 @@ def test_an_older_one_is_refused(version: str) -> None:
 # -- differences; what SGLang has on either side of each
 
 
-class Socket:
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def send_pyobj(self, message: Any) -> None:
-        self.sent.append(message)
-
-
-def test_messages_to_the_schedulers() -> None:
-    old = SimpleNamespace(send_to_scheduler=Socket())
-    sglang_versions.send_to_schedulers(old, "message")
-    assert old.send_to_scheduler.sent == ["message"]
+def sends(of: str) -> Any:
+    """A tokenizer manager, and what it sends to schedulers, by the old or by the new way."""
     sent: list[Any] = []
-    new = SimpleNamespace(send_to_scheduler=Socket(), _dispatch_to_scheduler=sent.append)
-    sglang_versions.send_to_schedulers(new, "message")
-    assert (sent, new.send_to_scheduler.sent) == (["message"], [])
+    old = SimpleNamespace(send_pyobj=sent.append if of == "old" else None)
+    new = {} if of == "old" else {"_dispatch_to_scheduler": sent.append}
+    sglang_versions.send_to_schedulers(SimpleNamespace(send_to_scheduler=old, **new), "message")
+    return sent
 
 
-def test_the_version_of_the_weights() -> None:
-    server_args = SimpleNamespace(weight_version="that of the start")
-    assert sglang_versions.weight_version(SimpleNamespace(server_args=server_args)) == "that of the start"
-    new = SimpleNamespace(server_args=server_args, config_value={"weight_version": "7"}.get)
-    assert sglang_versions.weight_version(new) == "7"
+def kept(**more: Any) -> Any:
+    """What is left of two requests when it drops "a", which was not sent."""
+    it = SimpleNamespace(rid_to_state={"a": 1, "b": 2}, **more)
+    sglang_versions.drop_unsent_requests(it, ["a", "c"])
+    return it.rid_to_state
 
 
-def test_requests_that_are_not_sent() -> None:
-    old = SimpleNamespace(rid_to_state={"a": 1, "b": 2})
-    sglang_versions.drop_unsent_requests(old, ["a", "c"])
-    assert old.rid_to_state == {"b": 2}
-    new = SimpleNamespace(rid_to_state={"a": 1}, _release_req_states_on_failure=None)
-    sglang_versions.drop_unsent_requests(new, ["a"])
-    assert new.rid_to_state == {"a": 1}
-
-
-def test_offloaded_weights() -> None:
-    assert sglang_versions.offload_tags(SimpleNamespace(offload_tags={"weights"})) == {"weights"}
-    new = SimpleNamespace(weight_updater=SimpleNamespace(offload_tags={"weights"}))
-    assert sglang_versions.offload_tags(new) == {"weights"}
-
-
-def test_open_sessions() -> None:
-    assert not sglang_versions.weight_update_session_open(SimpleNamespace(offload_tags=set()))
-    assert not sglang_versions.weight_update_session_open(
-        SimpleNamespace(weight_updater=SimpleNamespace(offload_tags=set()))
-    )
-    assert not sglang_versions.weight_update_session_open(
-        SimpleNamespace(weight_updater=SimpleNamespace(_session=None))
-    )
-    assert sglang_versions.weight_update_session_open(
-        SimpleNamespace(weight_updater=SimpleNamespace(_session=object()))
-    )
-
-
-def test_the_version_that_requests_are_told() -> None:
-    sglang_versions.record_weight_version(SimpleNamespace(), "7")
+def recorded(*versions: str | None) -> list[str]:
     told: list[str] = []
-    new = SimpleNamespace(record_weight_version_change=lambda new_version: told.append(new_version))
-    sglang_versions.record_weight_version(new, "7")
-    sglang_versions.record_weight_version(new, None)
-    assert told == ["7"]
+    sglang_versions.record_weight_version(SimpleNamespace(), "7")
+    for version in versions:
+        it = SimpleNamespace(record_weight_version_change=lambda new_version: told.append(new_version))
+        sglang_versions.record_weight_version(it, version)
+    return told
 
 
-def test_batches_in_flight() -> None:
-    old = SimpleNamespace(running_batch="a", last_batch=None, cur_batch="c")
-    assert sglang_versions.batches(old) == ["a", "c"]
-    new = SimpleNamespace(running_batch="a", last_batch="b", cur_batch_for_debug="c")
-    assert sglang_versions.batches(new) == ["a", "b"]
+AT_START = SimpleNamespace(weight_version="of the start")
+OFFLOADED, NEW = SimpleNamespace(offload_tags={"weights"}), SimpleNamespace
 
 
-@pytest.mark.parametrize("row", [None, 0, 3])
-def test_requests_that_have_a_part_of_the_cache(row: int | None) -> None:
-    assert sglang_versions.holds_kv_cache(SimpleNamespace(req_pool_idx=row)) == (row is not None)
-    assert sglang_versions.holds_kv_cache(SimpleNamespace(kv=SimpleNamespace(holds_kv=row is not None))) == (
-        row is not None
-    )
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (lambda: sends("old"), ["message"]),
+        (lambda: sends("new"), ["message"]),
+        (lambda: sglang_versions.weight_version(NEW(server_args=AT_START)), "of the start"),
+        (
+            lambda: sglang_versions.weight_version(NEW(server_args=AT_START, config_value={"weight_version": "7"}.get)),
+            "7",
+        ),
+        (lambda: kept(), {"b": 2}),
+        (lambda: kept(_release_req_states_on_failure=None), {"a": 1, "b": 2}),
+        (lambda: sglang_versions.offload_tags(OFFLOADED), {"weights"}),
+        (lambda: sglang_versions.offload_tags(NEW(weight_updater=OFFLOADED)), {"weights"}),
+        (lambda: sglang_versions.weight_update_session_open(OFFLOADED), False),
+        (lambda: sglang_versions.weight_update_session_open(NEW(weight_updater=OFFLOADED)), False),
+        (lambda: sglang_versions.weight_update_session_open(NEW(weight_updater=NEW(_session=None))), False),
+        (lambda: sglang_versions.weight_update_session_open(NEW(weight_updater=NEW(_session=object()))), True),
+        (lambda: recorded("7", None), ["7"]),
+        (lambda: sglang_versions.batches(NEW(running_batch="a", last_batch=None, cur_batch="c")), ["a", "c"]),
+        (lambda: sglang_versions.batches(NEW(running_batch="a", last_batch="b", cur_batch_for_debug="c")), ["a", "b"]),
+        (lambda: sglang_versions.holds_kv_cache(NEW(req_pool_idx=None)), False),
+        (lambda: sglang_versions.holds_kv_cache(NEW(req_pool_idx=0)), True),
+        (lambda: sglang_versions.holds_kv_cache(NEW(kv=NEW(holds_kv=False))), False),
+        (lambda: sglang_versions.holds_kv_cache(NEW(kv=NEW(holds_kv=True))), True),
+        (lambda: sglang_versions.holds_graphs(NEW()), False),
+        (lambda: sglang_versions.holds_graphs(NEW(graph_runner=None, piecewise_cuda_graph_runner=None)), False),
+        (lambda: sglang_versions.holds_graphs(NEW(graph_runner=object())), True),
+        (lambda: sglang_versions.holds_graphs(NEW(decode_cuda_graph_runner=None, prefill_cuda_graph_runner=1)), True),
+    ],
+)
+def test_a_difference_is_read_on_either_side_of_it(found: Any, expected: Any) -> None:
+    assert found() == expected
 
 
 # -- who carries the patches
@@ -175,16 +162,3 @@ def test_sglang_s_own_refusals_of_online_updates(monkeypatch: pytest.MonkeyPatch
     assert sglang_versions.online_updates_refused(model) == ""
     model[0]._derived_weight_cache_error = "packed"
     assert sglang_versions.online_updates_refused(model) == "0: packed"
-
-
-@pytest.mark.parametrize(
-    ("runners", "holds"),
-    [
-        ({"graph_runner": None, "piecewise_cuda_graph_runner": None}, False),
-        ({"graph_runner": object()}, True),
-        ({"decode_cuda_graph_runner": None, "prefill_cuda_graph_runner": object()}, True),
-        ({}, False),
-    ],
-)
-def test_who_holds_cuda_graphs(runners: dict[str, Any], holds: bool) -> None:
-    assert sglang_versions.holds_graphs(SimpleNamespace(**runners)) is holds

@@ -62,16 +62,5 @@ def test_gate_and_up_that_take_turns_are_one_copy():
     assert elements([one]) == elements(experts)
 
 
-def test_what_has_no_order_is_halved():
-    copies = [box(8 * i, at) for i, at in enumerate([0, 500, 100, 900, 50, 1000])]
-    assert len(merged(copies)) == 3
-    assert elements(merged(copies)) == elements(copies)
-
-
-def test_what_descends_is_not_merged():
-    copies = [box(8 * i, at) for i, at in enumerate([900, 500, 100])]
-    assert sorted(merged(copies)) == copies
-
-
 def test_different_memories_and_shapes_are_not_mixed():
     assert len(merged([box(0, 0), box(8, 100, memories="other"), box(24, 300, rows=1)])) == 3

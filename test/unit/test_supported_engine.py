@@ -39,11 +39,6 @@ def test_an_engine_that_can_be_updated(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({"pp_size": 4, "disaggregation_mode": "prefill"}, "pp_size=4 with disaggregation_mode=prefill"),
-        ({"tokenizer_worker_num": 3}, "tokenizer_worker_num=3"),
-        ({"use_ray": True}, "use_ray"),
-        ({"elastic_ep_backend": "mooncake"}, "elastic_ep_backend=mooncake"),
-        ({"weight_cache_mode": "client"}, "weight_cache_mode=client"),
         ({"kt_weight_path": "/experts"}, "kt_weight_path=/experts"),
         ({"enable_flexkv": True}, "enable_flexkv: "),
         ({"dcp_replicate_q_proj": True}, "dcp_replicate_q_proj: "),

@@ -60,27 +60,6 @@ def test_a_task_has_the_callers_gpu_log_attributes_and_span(gpus, caplog):
     assert [(r.update, r.rank) for r in caplog.records] == [(7, "trainer rank 1")]
 
 
-def test_what_a_task_sets_stays_with_it_and_several_may_run_at_once():
-    both = threading.Barrier(2, timeout=10)
-
-    def become(name):
-        both.wait()
-        SPAN.set(name)
-        both.wait()
-        return SPAN.get()
-
-    SPAN.set("caller's")
-    carried = tasks.carried(become)
-    found = [tasks.start(name, lambda name=name: carried(name)) for name in ("one", "other")]
-    assert [f.result(10) for f in found] == ["one", "other"]
-    assert SPAN.get() == "caller's"
-
-
-@pytest.mark.parametrize("daemon", [True, False])
-def test_a_task_is_a_daemon_unless_the_process_must_wait_for_it(daemon):
-    assert tasks.start("asking", lambda: threading.current_thread().daemon, daemon=daemon).result(10) is daemon
-
-
 def test_what_a_task_raises_is_raised_to_whoever_waits_and_kept_by_nobody_else():
     class Weights:
         pass

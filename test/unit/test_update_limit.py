@@ -6,14 +6,11 @@ And it finds out whether the trainer is there before it stops serving.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -21,16 +18,14 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import Address, ControlClient, ControlServer
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.trainer_presence import TrainerPresence
 from sglang_reshard.errors import DeadlineExceeded, EngineRefused, Mismatch, ReshardError
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
-from sglang_reshard.protocol.session import handles_key
 from sglang_reshard.protocol.validation import MAX_UPDATE, check_request
 from sglang_reshard.trainer.engine_transfers import EngineTransfers
 from sglang_reshard.version import PROTOCOL, __version__
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 LIMIT_S = 1.5
@@ -76,35 +71,10 @@ def in_the_update() -> Iterator[Address]:
         yield address
 
 
-def _host(link: Any) -> None:
-    server = ControlServer.open()
-    with ControlClient(server.address, 10) as client:
-        client.enter("update/1", "trainer rank 0")
-        link.send(server.address)
-        threading.Event().wait(60)
-
-
-@contextlib.contextmanager
-def stopped() -> Iterator[Address]:
-    """As `in_the_update`; the process is stopped when the engine rank has joined."""
-    ours, its = get_context("fork").Pipe()
-    process = get_context("fork").Process(target=_host, args=(its,), daemon=True)
-    process.start()
-    stop = threading.Timer(0.7, lambda: os.kill(process.pid or 0, signal.SIGSTOP))
-    try:
-        address = ours.recv()
-        stop.start()
-        yield address
-    finally:
-        stop.cancel()
-        process.kill()
-        process.join(10)
-
-
 @pytest.mark.usefixtures("limit")
-@pytest.mark.parametrize("trainer", [silent, of_others, in_the_update, stopped])
+@pytest.mark.parametrize("trainer", [silent, of_others, in_the_update])
 def test_an_engine_rank_ends_an_update_whose_trainer_hangs(trainer: Any) -> None:
-    receiver = WeightReceiver(TracedModel(ToyRank(0, 1)), 0, 1, CPU)
+    receiver = receiver_of(ToyRank(0, 1))
     with trainer() as address:
         started = time.monotonic()
         output = receiver.update(request(address))
@@ -139,7 +109,7 @@ def _train_and_hang(trainer: Any) -> tuple[float, str]:
 
 def _serve(rank: int, size: int, requests: Any) -> list[tuple[float, bool]]:
     outcomes = []
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, CPU)
+    receiver = receiver_of(ToyRank(rank, size))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(MAX_UPDATE, str(LIMIT_S))
         for asked in requests:
@@ -167,7 +137,7 @@ def test_a_timeout_above_the_limit_is_refused(timeout_s: float) -> None:
         Mismatch, match=rf"timeout_s=.* exceeds this engine's limit of {LIMIT_S} seconds .* {MAX_UPDATE}"
     ):
         check_request(asked)
-    output = WeightReceiver(TracedModel(ToyRank(0, 1)), 0, 1, CPU).update(asked)
+    output = receiver_of(ToyRank(0, 1)).update(asked)
     assert MAX_UPDATE in output.message
 
 
@@ -196,26 +166,6 @@ def test_a_trainer_that_is_not_there_is_found_out(trainer: Any, kind: type[Resha
     with trainer() as address, pytest.raises(kind, match=message):
         trainers.find(request(address, 0.5))
     trainers.close()
-
-
-def test_a_trainer_that_is_there_is_asked_once_over_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(threading.enumerate())
-    trainers, asked = TrainerPresence(), list[Any]()
-    call = ControlClient._call
-    with in_the_update() as address:
-        with ControlClient(address, 10) as client:
-            client.set({"0" * 32: b"", handles_key(0, "h"): b""})
-        monkeypatch.setattr(ControlClient, "_call", lambda *a, **o: asked.append(a[1:3]) or call(*a, **o))
-        for _ in range(3):
-            trainers.find(request(address))
-        assert asked == [("get", ("0" * 32, handles_key(0, "h"))), ("get", ()), ("get", ())]
-    with in_the_update() as address:  # another session
-        with pytest.raises(DeadlineExceeded):
-            trainers.find(request(address, 0.2))
-        trainers.close()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(10)
-        assert not thread.is_alive()
 
 
 def test_connections_to_the_trainers_of_several_adapters_are_kept_and_not_all() -> None:

@@ -8,12 +8,11 @@ from safetensors.torch import load_file
 
 from sglang_reshard import MultiEngineSender, Snapshots, WeightSender
 from sglang_reshard.control import Address
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, Unsupported
 from sglang_reshard.extras.snapshots.manifest import decode_snapshot
 from support.refusals import refusal_of
-from support.toy import ToyRank, checkpoint
+from support.toy import checkpoint
+from support.toy_serving import serve
 from support.world import run_world
 
 
@@ -52,22 +51,12 @@ def train(trainer, folder):
     return told, there
 
 
-def serve(rank, size, requests, _):
-    model = ToyRank(rank, size)
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
-    seen = []
-    for request in requests:
-        requests.answer(receiver.update(request))
-        seen.append(request.weight_version)
-    return seen
-
-
 def test_what_no_engine_took_is_in_the_folder(tmp_path):
     folder = tmp_path / "run"
     (first, second), (seen,) = run_world(2, 1, train, serve, str(folder))
     assert first == second
     told, there = first
-    assert seen == ["1", "6"]
+    assert seen == [1, 6]
     assert told[0] == told[-1] == (True, "ipc")
     assert told[1][0] == "EngineRefused"
     assert "it is asleep" in told[1][1]

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.rank_info import RankGpuInfo
-from sglang_reshard.layout.decoders import inflate, pack_blob, unpack_blob
+from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.memory.mapping import Handles, ShardView, ShmStorage
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import (
@@ -31,17 +31,13 @@ from sglang_reshard.protocol.validation import (
 )
 from sglang_reshard.routes import trainer_end
 from sglang_reshard.routes.delta.offer import DeltaOffer, offered_sections
+from sglang_reshard.routes.nixl.remote_shards import RemoteShard, RemoteShards
+from sglang_reshard.routes.nixl.validation import check_remote_shards
 from sglang_reshard.routes.p2p.ask import Links, P2pAsk
 from sglang_reshard.sources import SourceLayout
 from support.plans import tensor_parallel
 
 BIG = 1 << 62
-
-
-def test_what_was_packed_is_unpacked():
-    layout = tensor_parallel(2, [(4, 3), (5,)], [0, -1])
-    digest, blob = pack_blob(layout)
-    assert unpack_blob(blob, SourceLayout, digest) == layout == unpack_blob(blob, SourceLayout)
 
 
 @pytest.mark.parametrize(
@@ -59,27 +55,6 @@ def test_another_blob_in_its_place_is_refused(spoiled, says):
     digest, blob = pack_blob(tensor_parallel(2, [(4, 3)], [0]))
     with pytest.raises(Mismatch, match=f"the source layout .*{says}"):
         unpack_blob(spoiled(blob), SourceLayout, digest, what="the source layout", max_bytes=10_000)
-
-
-def test_a_small_blob_of_gigabytes_takes_no_memory():
-    bomb = zlib.compress(bytes(1 << 26))
-    assert len(bomb) < 1 << 17
-    with pytest.raises(Mismatch, match="more than 1,000 bytes"):
-        inflate(bomb, 1000)
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"\x81\xa1y" + b"\x91" * 10_000 + b"\x01",  # nested deeper than anybody recurses
-        b"\x81\xa2\xff\xfe\x01",  # no UTF-8
-        msgspec.msgpack.encode({"trainer_ranks": "two"}),
-        b"\xdd\xff\xff\xff\xff",  # four thousand million elements, it says
-    ],
-)
-def test_what_is_no_manifest_is_refused(raw):
-    with pytest.raises(Mismatch, match="cannot be read"):
-        unpack_blob(zlib.compress(raw), SourceLayout)
 
 
 # -- requests and commands
@@ -220,6 +195,32 @@ PULL = PullWeightsReq(url="http://gpu7:30000")
 SHARE = ShareWeightsReq(package_version="1")
 SHARED = SharedWeights(ADDRESS, "7", "0" * 16, "float32")
 PROBE = ProbeSummary("passed", 0.5, None, 1.0)
+HELD = RemoteShard("DRAM", 0, 1 << 40, (64, 1))
+REMOTE = RemoteShards(b"", (HELD, RemoteShard("VRAM", 7, 0, ()), RemoteShard("", 0, 0, ())))
+
+
+@pytest.mark.parametrize(
+    ("shards", "says"),
+    [
+        ((HELD,), "describes 1 shards in registered memory, expected 3"),
+        *(
+            ((HELD, RemoteShard(*shard), HELD), says)
+            for shard, says in (
+                (("FILE", 0, 0, ()), "trainer rank 3 says that its shard number 1 .*kind 'FILE'"),
+                (("DRAM", -1, 0, ()), "GPU -1"),
+                (("DRAM", 0, -8, ()), "at address -8"),
+                (("DRAM", 0, (1 << 64) - 8, ()), "at address"),
+                (("DRAM", 0, 0, (-1, 1)), "strides"),
+                (("DRAM", 0, 0, (1 << 60,)), "strides"),
+                (("DRAM", 0, 0, (1,) * 40), "strides"),
+            )
+        ),
+    ],
+)
+def test_registered_memory_that_cannot_be_is_refused(shards, says):
+    check_remote_shards(REMOTE, 3, "trainer rank 3")
+    with pytest.raises(Mismatch, match=says):
+        check_remote_shards(replace(REMOTE, shards=shards), 3, "trainer rank 3")
 
 
 @pytest.mark.parametrize(

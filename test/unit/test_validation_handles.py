@@ -9,16 +9,13 @@ from msgspec.structs import replace
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.decoders import pack_blob, unpack_blob
-from sglang_reshard.layout.regions import LocalRegion, Region
+from sglang_reshard.layout.regions import LocalRegion
 from sglang_reshard.memory.gpu_memory import GpuAllocation, Mark
 from sglang_reshard.memory.mapping import Handles, MemoryExporter, ShardView, ShmStorage
 from sglang_reshard.memory.peer_memory import PeerMemory
-from sglang_reshard.protocol.validation import check_handles, check_layout
-from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor, describe
+from sglang_reshard.protocol.validation import check_handles
+from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor
 from support.stated import BIG, GOOD, rows, stated
-from support.toy import checkpoint
-from support.toy_fused import fused
-from test_placements import as_rank
 
 
 @pytest.fixture(scope="module")
@@ -86,37 +83,6 @@ def with_storage(number, **changes):
 def test_handles_of_other_memory_than_there_is_are_refused(handles, change, says):
     with pytest.raises(Mismatch, match=says):
         check_handles(received(change(handles)), GOOD, 0)
-
-
-@pytest.mark.parametrize(("tp", "ranks"), [(1, 1), (2, 2), (2, 4)])
-def test_what_trainers_with_fused_tensors_hand_over_passes(tp, ranks):
-    """Shards that are larger than what is held of them, several of one local tensor, some of none."""
-    for rank in range(ranks):
-        given = list(fused(checkpoint(1), tp, ranks, rank))
-        with as_rank(rank, ranks):
-            state = describe(given, trainer_rank=rank, global_ranks=tuple(range(ranks)))
-        check_layout(state.layout, ranks)
-        handles = MemoryExporter(rank).export(state.shards)
-        check_handles(handles, state.layout, rank)
-        peer = PeerMemory(rank, handles)
-        for number, tensor in enumerate(state.layout.tensors):
-            held = state.layout.shard_map(tensor)
-            for shard in held.shards_of(rank):
-                at = held.to_local(shard, Region.of(shard.box))
-                assert torch.equal(peer.region(number, at, torch.float32), at.view(state.shards[number]))
-
-
-def test_offsets_count_in_elements_of_the_tensors_own_dtype():
-    """The same numbers fit for bytes and do not for floats."""
-    views = (ShardView(0, 3, (1,)),)
-    storages = (ShmStorage(1, 0, 1, 11),)
-    for dtype, fits in (("uint8", True), ("bfloat16", False), ("float32", False)):
-        layout = SourceLayout(1, (Mesh((1,), (0,)),), ((Placement(0),),), (SourceTensor("w", (8,), dtype, 0, 0),))
-        if fits:
-            check_handles(Handles(storages, views), layout, 0)
-        else:
-            with pytest.raises(Mismatch, match="the shard of w"):
-                check_handles(Handles(storages, views), layout, 0)
 
 
 def test_stated_holdings_reach_as_far_as_their_pieces_lie():
@@ -199,33 +165,6 @@ def refused(descriptor, nbytes=None):
         PeerMemory(4, Handles((storage_of(descriptor, nbytes),), ()))
     assert time.monotonic() - started < 30
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(path := tmp_path / "pipe")
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    refused(descriptor, 4096)
-    os.close(descriptor)
-
-
-def test_devices_folders_and_files_with_a_name_are_not_mapped(tmp_path):
-    named = "/dev/shm/sglang_reshard_test_manifests"
-    for path, flags in ((tmp_path, os.O_RDONLY), ("/dev/zero", os.O_RDONLY), (named, os.O_RDWR | os.O_CREAT)):
-        descriptor = os.open(path, flags)
-        try:
-            refused(descriptor, 4096)
-        finally:
-            os.close(descriptor)
-            if path == named:
-                os.unlink(named)
-
-
-def test_a_file_on_a_disk_is_not_mapped():
-    """Without a name, as shared memory is, but cut short by whoever can write to the disk."""
-    descriptor = os.open(os.path.dirname(__file__), os.O_RDWR | os.O_TMPFILE)
-    os.ftruncate(descriptor, 4096)
-    refused(descriptor)
-    os.close(descriptor)
 
 
 def test_shared_memory_of_another_size_is_not_mapped():

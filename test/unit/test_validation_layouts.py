@@ -13,22 +13,10 @@ from sglang_reshard.layout.shard_map import invalid_reason
 from sglang_reshard.layout.source_layout import EXPLICIT
 from sglang_reshard.protocol import validation
 from sglang_reshard.protocol.validation import check_layout
-from sglang_reshard.sources import ExplicitSharding, Mesh, Placement, ShardBox, ShardMap, SourceLayout, SourceTensor
-from support.plans import tensor_parallel
-
-BIG = 1 << 62
-
-
-def stated(held, shape=(4, 2), trainer_ranks=2):
-    return SourceLayout(trainer_ranks, (), (), (SourceTensor("w", shape, "float32", EXPLICIT, 0),), (held,))
-
-
-def rows(*held):
-    return ShardMap(tuple(ShardBox(Box((a, 0), (b, 2)), ranks, (at, 0)) for a, b, ranks, at in held))
-
+from sglang_reshard.sources import ExplicitSharding, Mesh, Placement, ShardMap, SourceLayout, SourceTensor
+from support.stated import BIG, GOOD, rows, stated
 
 ALL = rows((0, 2, (0,), 0), (2, 4, (1,), 0))
-GOOD = tensor_parallel(2, [(4, 3), (4, 3), (5,)], [0, 0, -1])
 SPLIT = ((Placement(0),),)
 
 

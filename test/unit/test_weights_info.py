@@ -1,6 +1,7 @@
 """What a server says of its weights is true at every moment: it forgets what it cannot know any more."""
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import msgspec
@@ -67,16 +68,44 @@ def test_before_any_update_only_the_version_is_known():
     )
 
 
-def test_an_update_is_described_without_the_key(manager):
-    assert weights_info.current(manager) == ALL
+async def overlaps(manager, *_):
+    weights_info.record(manager, REQUEST, OUTPUT)
+
+
+def by_others(write):
+    """An update by others, which may fail."""
+
+    def update(manager):
+        with pytest.raises(RuntimeError) if write is fails else contextlib.nullcontext():
+            asyncio.run(weights_info.around_write(write, manager, "obj"))
+
+    return update
+
+
+def released(*tags, everything=False):
+    asked = SimpleNamespace(tags=None if everything else list(tags))
+    return lambda it: asyncio.run(weights_info.around_release(succeeds, it, asked))
+
+
+@pytest.mark.parametrize(
+    ("happens", "left"),
+    [
+        (lambda it: None, ALL),
+        (lambda it: setattr(it, "is_pause", True), msgspec.structs.replace(ALL, paused=True)),
+        (lambda it: torn_weights.mark(it, "half"), msgspec.structs.replace(NOTHING, torn="half")),
+        (by_others(succeeds), NOTHING),
+        (by_others(fails), NOTHING),
+        (by_others(overlaps), NOTHING),
+        (released(everything=True), NOTHING),
+        (released("weights"), NOTHING),
+        (released(), NOTHING),
+        (released("kv_cache"), ALL),
+    ],
+)
+def test_what_is_told_is_what_is_known(manager, happens, left):
+    happens(manager)
+    assert weights_info.current(manager) == left
     assert REQUEST.address.key not in str(weights_info.current(manager))
-
-
-def test_torn_weights_are_no_update_s(manager):
-    torn_weights.mark(manager, "half of update 8")
-    assert weights_info.current(manager) == WeightsInfo(
-        version="42", package_version=__version__, protocol=PROTOCOL, torn="half of update 8"
-    )
 
 
 def test_an_update_under_way_is_told(manager):
@@ -88,39 +117,7 @@ def test_an_update_under_way_is_told(manager):
     assert weights_info.current(manager) == ALL
 
 
-def test_a_pause_is_told(manager):
-    manager.is_pause = True
-    assert weights_info.current(manager) == msgspec.structs.replace(ALL, paused=True)
-
-
-def test_an_update_by_others_is_forgotten_at_once_and_for_good(manager):
-    meanwhile = asyncio.run(weights_info.around_write(succeeds, manager, "obj"))
-    assert meanwhile == weights_info.current(manager) == NOTHING
-
-
-def test_an_update_by_others_that_failed_may_have_written(manager):
-    with pytest.raises(RuntimeError):
-        asyncio.run(weights_info.around_write(fails, manager, "obj"))
-    assert weights_info.current(manager) == NOTHING
-
-
-def test_one_of_ours_that_ends_before_theirs_is_forgotten_too(manager):
-    async def overlaps(manager, *_):
-        weights_info.record(manager, REQUEST, OUTPUT)
-
-    asyncio.run(weights_info.around_write(overlaps, manager, "obj"))
-    assert weights_info.current(manager) == NOTHING
-
-
-@pytest.mark.parametrize(
-    ("tags", "left"), [(None, NOTHING), (["weights"], NOTHING), ([], NOTHING), (["kv_cache"], ALL)]
-)
-def test_weights_that_are_released_are_nobody_s(manager, tags, left):
-    asyncio.run(weights_info.around_release(succeeds, manager, SimpleNamespace(tags=tags)))
-    assert weights_info.current(manager) == left
-
-
-@pytest.mark.parametrize("state", ["running", "unanswered"])
+@pytest.mark.parametrize("state", [weights_info.running, weights_info.unanswered])
 def test_weights_are_not_released_while_an_update_runs(manager, state):
     """A staged one reads them in a thread, and SGLang unmaps them without a wait: that would end the scheduler."""
     asked = []
@@ -228,12 +225,28 @@ def left(manager, version, kept=(), draft=True):
     return output.kept_versions
 
 
-def test_parameters_that_updates_leave_keep_their_version(manager):
-    assert left(manager, "43", ["a", "b"]) == {"42": ("a", "b")}
-    assert left(manager, "44", ["b", "c"]) == {"42": ("b",), "43": ("c",)}
-    assert left(manager, "45", ["a", "b", "c"]) == {"44": ("a",), "42": ("b",), "43": ("c",)}
-    assert left(manager, "46") == {}
-    assert left(manager, "47", ["b"]) == {"46": ("b",)}
+@pytest.mark.parametrize(
+    "updates",
+    [
+        [
+            (["a", "b"], {"42": ("a", "b")}),
+            (["b", "c"], {"42": ("b",), "43": ("c",)}),
+            (["a", "b", "c"], {"44": ("a",), "42": ("b",), "43": ("c",)}),
+            ([], {}),
+            (["b"], {"46": ("b",)}),
+        ],
+        [  # parts of parameters; where the whole stays as it is, so does the part within it
+            (["a[k]"], {"42": ("a[k]",)}),
+            (["a"], {"43": ("a",), "42": ("a[k]",)}),
+            (["a[k]", "a[v]"], {"42": ("a[k]",), "43": ("a[v]",)}),
+            (["a[v]", "b"], {"43": ("a[v]",), "45": ("b",)}),
+            (["a[k]"], {"46": ("a[k]",)}),
+        ],
+    ],
+)
+def test_parameters_that_updates_leave_keep_their_version(manager, updates):
+    for version, (kept, expected) in enumerate(updates, start=43):
+        assert left(manager, str(version), kept) == expected
 
 
 def test_merged_adapters_are_in_the_weights_until_these_are_written_again(manager):
@@ -249,14 +262,6 @@ def test_merged_adapters_are_in_the_weights_until_these_are_written_again(manage
     assert after(("default",)) == ("default",)
     weights_info.clear(manager)
     assert weights_info.of(manager).merged == ()
-
-
-def test_parts_of_parameters_that_updates_leave_keep_their_version(manager):
-    assert left(manager, "43", ["a[k]"]) == {"42": ("a[k]",)}
-    assert left(manager, "44", ["a"]) == {"43": ("a",), "42": ("a[k]",)}  # it stays as it is, the part within it
-    assert left(manager, "45", ["a[k]", "a[v]"]) == {"42": ("a[k]",), "43": ("a[v]",)}
-    assert left(manager, "46", ["a[v]", "b"]) == {"43": ("a[v]",), "45": ("b",)}
-    assert left(manager, "47", ["a[k]"]) == {"46": ("a[k]",)}
 
 
 def test_the_digest_tells_versions_of_kept_parameters_apart(manager):
@@ -320,15 +325,6 @@ def test_what_sglang_may_have_written_is_of_no_known_version(manager, around, ve
     assert another != unknown
 
 
-def test_equal_digests_are_of_equal_weights_whatever_sglang_wrote(manager):
-    def digest_after_sglang_wrote(_tensors):
-        left(manager, "7")
-        by_sglang(manager, weights_info.around_update, "8")
-        return weights_info.record(manager, REQUEST, msgspec.structs.replace(OUTPUT, digest="ff", kept=("a",))).digest
-
-    assert digest_after_sglang_wrote(["a"]) != digest_after_sglang_wrote(["b"])
-
-
 def test_a_load_may_not_have_reached_the_draft(manager):
     manager.server_args.speculative_algorithm = "EAGLE"
     left(manager, "43", ["a"])
@@ -337,17 +333,6 @@ def test_a_load_may_not_have_reached_the_draft(manager):
     assert found.pop("from disk") == ("a",)
     assert [*found.values()] == [("draft.*",)]
     assert next(iter(found)).startswith("unknown since")
-
-
-@pytest.mark.parametrize("session", [True, False], ids=["begin_weight_update", "release"])
-def test_what_writes_nothing_leaves_versions_as_they_are(manager, session):
-    """Memory that SGLang backs up has the same weights when it is resumed."""
-    left(manager, "43", ["a"])
-    if session:
-        asyncio.run(weights_info.around_write(succeeds, manager))
-    else:
-        asyncio.run(weights_info.around_release(succeeds, manager, SimpleNamespace(tags=["weights"])))
-    assert left(manager, "44", ["a", "b"]) == {"42": ("a",), "43": ("b",)}
 
 
 def test_draft_models_and_their_target_have_versions_of_their_own(manager):
