@@ -23,7 +23,7 @@ from benchmark.results import Row
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.layout.decoders import pack_blob
 from sglang_reshard.plan import ClusterTopology, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
-from sglang_reshard.routes.choice import choose_strategy
+from sglang_reshard.routes import choose_strategy
 from sglang_reshard.routes.p2p.messages import send_request
 
 TRAINERS, ENGINES, BUCKET_BYTES = 64, 32, 64 << 20

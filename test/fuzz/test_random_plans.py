@@ -18,10 +18,10 @@ from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.memory.peer_memory import PeerMemory
 from sglang_reshard.plan import ClusterTopology, RankLocation, TensorIndex, plan_reads, rank_demand
 from sglang_reshard.protocol.validation import check_handles, check_layout
+from sglang_reshard.routes import choose_strategy
 from sglang_reshard.routes.base import Reads
 from sglang_reshard.routes.broadcast.engine import BroadcastEngineEnd
 from sglang_reshard.routes.broadcast.plan import BroadcastStrategy
-from sglang_reshard.routes.choice import choose_strategy
 from sglang_reshard.routes.p2p.ask import check_send_request
 from sglang_reshard.routes.p2p.messages import SendRequest, send_request
 from sglang_reshard.routes.p2p.trainer import P2pSender

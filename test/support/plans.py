@@ -20,7 +20,7 @@ from sglang_reshard.plan import (
     plan_reads,
     rank_demand,
 )
-from sglang_reshard.routes.choice import choose_strategy
+from sglang_reshard.routes import choose_strategy
 from sglang_reshard.routes.strategy import Strategy
 from sglang_reshard.sources import Mesh, Placement, ShardMap, SourceLayout, SourceTensor, TrainerState
 from sglang_reshard.sources.flat import flat_shard_map

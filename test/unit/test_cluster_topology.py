@@ -12,7 +12,7 @@ import pytest
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.plan import ClusterTopology, RankDemand, RankLocation, TensorIndex, plan_reads, rank_demand
-from sglang_reshard.routes.choice import choose_strategy
+from sglang_reshard.routes import choose_strategy
 from sglang_reshard.routes.strategy import Strategy
 from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor
 from support.plans import tp_copies

@@ -90,7 +90,7 @@ def test_files_that_are_named_exist(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_modules_that_are_named_exist(document):
-    """Also those that a document names within the package, such as `routes/choice.py`; NAME stands for any."""
+    """Also those that a document names within the package, such as `routes/strategy.py`; NAME stands for any."""
     for name in re.findall(r"`((?!sglang/)[\w.-]+/[\w/.-]+\.py)\b", text(document)):
         found = (ROOT / name, ROOT / "python" / "sglang_reshard" / name)
         assert "NAME" in name or any(path.exists() for path in found), name

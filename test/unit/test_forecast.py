@@ -21,7 +21,7 @@ from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.layout.source_layout import Mesh
 from sglang_reshard.plan import ClusterTopology, rank_demand
 from sglang_reshard.protocol.validation import check_layout
-from sglang_reshard.routes.choice import choose_strategy
+from sglang_reshard.routes import choose_strategy
 from sglang_reshard.routes.p2p.messages import send_request
 from sglang_reshard.routes.p2p.trainer import P2pSender
 from sglang_reshard.sources import Placement

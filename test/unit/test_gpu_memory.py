@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.gpu.announce import rank_device, trainer_device
 from sglang_reshard.gpu.rank_info import RankGpuInfo
+from sglang_reshard.gpu.runtime import rank_device, trainer_device
 from sglang_reshard.memory.gpu_memory import MARK_WORDS
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.memory.peer_memory import PeerMemory, unmap, unreadable_reason

@@ -31,8 +31,7 @@ from sglang_reshard.protocol.validation import (
 )
 from sglang_reshard.routes import trainer_end
 from sglang_reshard.routes.delta.offer import DeltaOffer, offered_sections
-from sglang_reshard.routes.nixl.remote_shards import RemoteShard, RemoteShards
-from sglang_reshard.routes.nixl.validation import check_remote_shards
+from sglang_reshard.routes.nixl.remote_shards import RemoteShard, RemoteShards, check_remote_shards
 from sglang_reshard.routes.p2p.ask import Links, P2pAsk
 from sglang_reshard.sources import SourceLayout
 from support.plans import tensor_parallel

@@ -16,9 +16,8 @@ from sglang_reshard.landings.choice import Landings
 from sglang_reshard.plan import ClusterTopology, RankDemand
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepare, encode
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.routes import engine_end
+from sglang_reshard.routes import choose_strategy, engine_end
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Kept, Meeting, Reads
-from sglang_reshard.routes.choice import choose_strategy
 from sglang_reshard.routes.strategy import Strategy
 
 

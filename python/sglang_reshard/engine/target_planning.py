@@ -12,7 +12,7 @@ from sglang_reshard.engine.context import UpdateContext
 from sglang_reshard.engine.targets import Target
 from sglang_reshard.engine.trainer_memory import TrainerMemory
 from sglang_reshard.engine.unread import left_alone_remark
-from sglang_reshard.gpu.announce import rank_device
+from sglang_reshard.gpu.runtime import rank_device
 from sglang_reshard.layout.names import renamed
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.memory.mapping import host_identity

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_reshard.garbage import garbage_collector_paused
-from sglang_reshard.gpu.announce import rank_device, trainer_device
 from sglang_reshard.gpu.rank_info import RankGpuInfo
-from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.gpu.runtime import rank_device, runtime, trainer_device
 from sglang_reshard.layout.names import Renaming, ignored_remark, is_embedding
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.protocol.session import Session, handles_key

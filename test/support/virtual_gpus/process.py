@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,6 @@ from sglang_reshard.engine.context import Phase, UpdateContext, Vote
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.gpu.driver import CudaDriver
 from sglang_reshard.gpu.runtime import CudaRuntime, use
-from sglang_reshard.routes.wire.recorded_works import RecordedWorks
 from support.virtual_gpus.description import Place, VirtualGpus
 from support.virtual_gpus.environment import Environment
 from support.virtual_gpus.journal import Journal
@@ -73,7 +73,7 @@ class VirtualProcess:
         VirtualTorchIpc(self.memory, self.library, self.cuda, self.place.allocator, self.journal).install()
         driver = CudaDriver(self.library)
         _replace_everywhere("cuda_driver", lambda: driver)
-        _replace_everywhere("RECORDED_WORKS", RecordedWorks(RECORDER_ENTRIES))
+        _replace_everywhere("RECORDED_WORKS", deque(maxlen=RECORDER_ENTRIES))
         _replace_everywhere("host_identity", lambda: self.place.host)
         use(VirtualRuntime(self.gpus))
         self._watch_the_engine()

@@ -15,9 +15,8 @@ from sglang_reshard.cli.doctor.finding import Finding, fail, ok, warning
 from sglang_reshard.cli.doctor.reader import pattern
 from sglang_reshard.cli.versions import installed_version
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.gpu.announce import rank_device
 from sglang_reshard.gpu.rank_info import NCCL_SETTINGS
-from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.gpu.runtime import rank_device, runtime
 from sglang_reshard.memory.mapping import MemoryExporter
 from sglang_reshard.shown_names import some_names
 

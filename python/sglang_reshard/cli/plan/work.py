@@ -33,7 +33,7 @@ from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.names import ignored_remark, matches_any
 from sglang_reshard.plan import ClusterTopology, TensorIndex, unread_tensors
 from sglang_reshard.route_table import ROUTES
-from sglang_reshard.routes.choice import choose_strategy
+from sglang_reshard.routes import choose_strategy
 from sglang_reshard.routes.strategy import Strategy
 
 T = TypeVar("T")

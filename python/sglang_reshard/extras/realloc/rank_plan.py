@@ -15,8 +15,7 @@ from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.extras.realloc.demand import Demand, listed_bits, plan_target_reads, target_program
 from sglang_reshard.extras.realloc.memory import UsedMemory, check_not_overwritten, held_regions, same_memory
 from sglang_reshard.extras.realloc.mover import Mover
-from sglang_reshard.gpu.announce import trainer_device
-from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.gpu.runtime import runtime, trainer_device
 from sglang_reshard.layout.decoders import pack_blob
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.memory.mapping import host_identity

@@ -6,7 +6,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from sglang_reshard.gpu.announce import trainer_device
+from sglang_reshard.gpu.runtime import trainer_device
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import Prepare, encode
 from sglang_reshard.routes.base import Meeting, TrainerEnd, TrainerSide

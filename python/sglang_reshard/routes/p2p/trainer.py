@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.gpu.announce import trainer_device
+from sglang_reshard.gpu.runtime import trainer_device
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.protocol.messages import Prepare
 from sglang_reshard.routes.base import Meeting, TrainerEnd, TrainerSide
