@@ -177,9 +177,9 @@ test-newest: setup
 demo: $(STAMP)
 	@$(BIN)/sglang-reshard demo
 
-# PYTEST_ARGS="test/unit -k plan" for a part. Three files at a time, as processes of a test wait for each other and for
-# deadlines half of the time; two of them with engines, which fit in 24 GB.
-WORKERS ?= 3
+# PYTEST_ARGS="test/unit -k plan" for a part. Two files at a time, as processes of a test wait for each other and for
+# deadlines half of the time; a third one would cost tests of live servers their deadlines.
+WORKERS ?= 2
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --durations=40 $(PYTEST_ARGS)
 

@@ -148,7 +148,7 @@ def _join(rank: int, size: int, port: int, apart: bool = False) -> Any:
 
 def to_all(sends: Sequence[Send | None]) -> Send | None:
     """Reaches all ranks of an engine, which answer alike; None where nobody reaches them."""
-    if not sends or None in sends:
+    if None in sends:
         return None
 
     def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
@@ -173,7 +173,7 @@ def _trainer(link: Connection, rank: int, size: int, engines: list[Connection | 
     def run(port: int) -> Any:
         _join(rank, size, port)
         try:
-            return train(Trainer(rank, size, to_all(sends), sends), *args)
+            return train(Trainer(rank, size, to_all(sends) if rank == 0 else None, sends), *args)
         finally:
             for engine in filter(None, engines):
                 with contextlib.suppress(BrokenPipeError):  # one that takes no more requests may have ended

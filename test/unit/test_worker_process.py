@@ -20,9 +20,6 @@ def twice(job):
     print("SGLang says hello")
     for number in job:
         worker_process.report({"twice": 2 * number})
-
-def fails(_):
-    worker_process.report(os.getpid())
     raise ValueError("no such model")
 
 def late(_):
