@@ -35,7 +35,7 @@ Seconds = Annotated[float, Meta(ge=MIN_TIMEOUT_S, le=MAX_TIMEOUT_S)]
 # Of a pull and a share: one engine waits for another, which nobody may have started.
 PullSeconds = Annotated[float, Meta(ge=MIN_TIMEOUT_S, le=3600)]
 Extra = Annotated[bytes, Meta(max_length=_MOST_EXTRA_BYTES)]  # what one route is asked, or offers
-EngineRank = Annotated[int, Meta(ge=0, lt=1 << 16)]
+RankNumber = Annotated[int, Meta(ge=0, lt=1 << 16)]
 
 WAITS = 8  # an update waits at most this many times, each time for up to `timeout_s`
 Verify = Literal["off", "sample", "full"]
@@ -124,7 +124,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     lora: LoraAdapter | None = None
     merged: Texts = ()
     around: Annotated[dict[Text, Extra], Meta(max_length=16)] = {}
-    offers: tuple[dict[EngineRank, Extra], ...] = ()
+    offers: tuple[dict[RankNumber, Extra], ...] = ()
     publication: Publication = 0
     package_version: Text = ""
     protocol: Number = 0
