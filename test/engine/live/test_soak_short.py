@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from benchmark.soak.clients import Tally
 from benchmark.soak.expected import Expected
 from benchmark.soak.footprint import Footprint, footprint
 from benchmark.soak.seen import Updated, Verified
-from sglang_reshard.patches.shared_segments import segments_of
+from support.cramped import UNSHARE
 from support.left_behind import settled
 from support.zygote import as_subreaper
 
@@ -35,14 +36,18 @@ PARAMETERS = 3 + 8 * tiny_model.LAYERS
 def test_thirty_updates_of_a_server_that_is_asked_all_the_time(tmp_path: Path) -> None:
     out, log = tmp_path / "soak.json", tmp_path / "log"
     arguments = ["--updates", str(UPDATES), "--every", str(EVERY), "--out", str(out)]
-    before, strangers = orphans(), descendants()
+    strangers = descendants()
     # A short name: SGLang puts sockets there, whose paths may not be long.
-    with tempfile.TemporaryDirectory(prefix="soak-") as temporary, as_subreaper():
-        status = soak(arguments, {"TMPDIR": temporary}, log)
+    with (
+        tempfile.TemporaryDirectory(prefix="soak-") as temporary,
+        own_shared_memory() as (isolated, shared),
+        as_subreaper(),
+    ):
+        status = soak([*isolated, sys.executable, "-m", "benchmark.soak", *arguments], {"TMPDIR": temporary}, log)
         assert status == 0, log.read_text()[-8000:]
         assert os.listdir(temporary) == []
         assert settled(lambda: alive(descendants() - strangers)) == []
-    assert settled(lambda: sorted(map(str, orphans() - before))) == []
+        assert settled(lambda: os.listdir(shared)) == []
     head, (summary, *rows) = results.load(out)
     assert head["command"] == " ".join(["python -m benchmark.soak", *arguments])
     assert summary["ok"]
@@ -59,16 +64,20 @@ def test_thirty_updates_of_a_server_that_is_asked_all_the_time(tmp_path: Path) -
         assert version["tokens_equal"] or version["lead"] < verdict.LEAST_LEAD
 
 
-def soak(arguments: list[str], variables: dict[str, str], log: Path) -> int:
+@contextlib.contextmanager
+def own_shared_memory() -> Iterator[tuple[list[str], str]]:
+    """A prefix that gives a command a /dev/shm of its own, and the folder that holds its files."""
+    with tempfile.TemporaryDirectory(prefix="soak-", dir="/dev/shm") as folder:
+        mount = f'mount --bind {folder} /dev/shm && exec "$@"'
+        yield [*UNSHARE, "sh", "-c", mount, "sh"], folder
+
+
+def soak(command: list[str], variables: dict[str, str], log: Path) -> int:
     """The exit status. Ended as a user would end it when it takes too long."""
     path = os.pathsep.join([str(results.REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **variables, "PYTHONPATH": path}
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmark.soak", *arguments],
-            env={**os.environ, **variables, "PYTHONPATH": path},
-            stdout=output,
-            stderr=output,
-        )
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         try:
             return process.wait(timeout=540)
         finally:
@@ -86,11 +95,6 @@ def alive(processes: set[psutil.Process]) -> list[str]:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(process.pid, os.WNOHANG)
     return [str(process) for process in processes if process.is_running()]
-
-
-def orphans() -> set[Path]:
-    """Files in /dev/shm that no living process has mapped; other engines on this machine have theirs mapped."""
-    return set(Path("/dev/shm").iterdir()) - segments_of(psutil.pids())
 
 
 def hold(held: float, handles: int = 9) -> Footprint:
