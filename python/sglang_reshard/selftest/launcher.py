@@ -1,0 +1,109 @@
+"""Starts the runs of a self-test, shows what they do, ends them, and gives the verdict."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.selftest import children, mishaps
+from sglang_reshard.selftest.choice import MISHAPS, Wanted, runs
+from sglang_reshard.selftest.environment import environment
+from sglang_reshard.selftest.events import EventReader, Row
+from sglang_reshard.selftest.host import Host, facts
+from sglang_reshard.selftest.job import Job, Run
+from sglang_reshard.selftest.progress import Progress
+from sglang_reshard.selftest.table import advice, print_result
+
+_OVERTIME_S = 180.0  # for what is under way when the time is up
+
+
+def selftest(wanted: Wanted, minutes: float) -> int:
+    """Returns the exit status: 0 when everything was right. Results go to stdout, progress and errors to stderr."""
+    shown = Console(stderr=True)
+    begin, ends_at = time.monotonic(), time.time() + minutes * 60
+    logs = Path(tempfile.mkdtemp(prefix="sglang-reshard-selftest-"))
+    rows: list[Row] = []
+    try:
+        host = Host.here()
+        with children.sigterm_as_interrupt():
+            for run in runs(host, wanted):
+                if time.time() + run.usual_s > ends_at and rows:
+                    rows.append(Row(run.name, "left out", why=f"it takes about {run.usual_s:.0f} s: raise --minutes"))
+                    continue
+                rows += _rows(run, logs, ends_at, shown)
+    except KeyboardInterrupt:
+        shown.print("Stopped; all processes of the self-test are ended.", highlight=False)
+        shutil.rmtree(logs, ignore_errors=True)
+        return 130
+    except ReshardError as error:
+        shown.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        shutil.rmtree(logs, ignore_errors=True)
+        return 1
+    right = bool(rows) and all(row.right is not False for row in rows)
+    if right:
+        shutil.rmtree(logs, ignore_errors=True)
+    else:
+        shown.print(f"The logs are in {logs}; they contain no key. Attach them to a bug report.", soft_wrap=True)
+    # A table is cut at the width of a terminal that is not there: give it room in a log.
+    console = Console() if sys.stdout.isatty() else Console(width=150)
+    print_result(console, rows, advice(host, rows))
+    said = {"ok": right, "host": facts(), "seconds": round(time.monotonic() - begin, 1), "rows": [_plain(r) for r in rows]}
+    print(json.dumps(said), flush=True)
+    return 0 if right else 1
+
+
+def _rows(run: Run, logs: Path, ends_at: float, shown: Console) -> list[Row]:
+    """Runs one of them, and returns what was seen."""
+    found: list[Row] = []
+    log = logs / f"{run.name.partition(':')[0].replace(' ', '-')}.log"
+    log.touch()
+    folder = Path(tempfile.mkdtemp(prefix="sglang-reshard-run-"))
+    events = folder / "events"
+    reader = EventReader(events)
+    shown.print(f"{run.name}, {run.model}, {run.dtype}: about {run.usual_s:.0f} s", highlight=False)
+    try:
+        with Progress(shown) as progress:
+
+            def poll() -> None:
+                for event in reader.new():
+                    progress.show(event)
+                    if isinstance(event, Row):
+                        found.append(event)
+                progress.tick()
+
+            variables = environment(folder, run.target.ranks, run.device, *_model_types(run))
+            job = Job(run, str(folder), str(events), ends_at)
+            deadline = time.monotonic() + max(ends_at - time.time(), 0) + _OVERTIME_S
+            if run.parts == MISHAPS:
+                mishaps.take(job, variables, log, poll)
+            else:
+                children.run_ranks(
+                    run.source.ranks, "sglang_reshard.selftest.rank", job, variables, log, deadline, poll
+                )
+            poll()
+    except ReshardError as error:
+        shown.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        found.append(Row(run.name, "the run ended early", False, why=str(error).splitlines()[0]))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def _model_types(run: Run) -> tuple[str, ...]:
+    """The modules of SGLang's models that a run needs; all for a model that a user brings."""
+    from sglang_reshard.selftest.models import NAMES
+
+    return ("qwen3", "qwen3_moe") if run.model in NAMES else ()
+
+
+def _plain(row: Row) -> dict[str, object]:
+    """Six significant digits say more than two runs have in common."""
+    found = {name: getattr(row, name) for name in row.__struct_fields__}
+    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in found.items() if v not in ("", 0, {})}
