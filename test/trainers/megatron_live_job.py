@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmark.demo.reference import greedy_tokens
+from benchmark.reference import greedy_tokens
 from sglang_reshard.patches.stock_weights import SERVE_DUMMY
 from sglang_reshard.protocol.messages import decode, encode
 from sglang_reshard.verl.megatron import Megatron

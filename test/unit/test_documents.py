@@ -276,7 +276,7 @@ def test_a_finding_of_the_doctor_is_the_codes_own(finding):
 RUN_BY = {
     r"make (setup|lint|test|setup-newest|setup-nixl)": ".ci/run",
     r"make test PYTEST_ARGS=test/unit": ".ci/run",
-    r"(.* )?make demo( .*)?|(\.venv/bin/)?sglang-reshard demo( .*)?": "test/engine/test_demo_run.py",
+    r"make demo( .*)?|(\.venv/bin/)?sglang-reshard selftest( .*)?": "test/engine/test_selftest_run.py",
     r"sglang-reshard (--version|COMMAND --help)": "test/unit/test_command_line.py",
     r"sglang-reshard report( .*)?": "test/unit/test_report_page.py",
     r"make test-verl|\.venv/bin/python -m pytest test/verl/.*": "test/verl/test_megatron.py",

@@ -1,13 +1,13 @@
-"""Proves on the user's own machine that weights arrive: what `sglang-reshard selftest` and `make demo` run.
+"""Proves on the user's own machine that weights arrive: `sglang-reshard selftest`, and `make demo`.
 
     launcher        chooses runs for this host, starts them one after the other, shows progress, gives the verdict
-     └─ each run    trainer ranks (`rank`), of which the first has a real SGLang engine; they take the steps of `steps`
+     └─ each run    trainer ranks (`rank`); the first one starts a real SGLang engine, and all take the steps of `steps`
 
-choice   which runs, in which order: the most important first
+choice   the runs of a host, the most important first
 layouts  how a trainer is sharded, and how an engine is
 models   the model's configuration
 trainer  one trainer rank's weights: they change by gradient steps
-steps    what a run does and what is seen; nothing in it is judged by this package
+steps    the steps of a run, and its judges: SGLang, transformers and torch
 mishaps  a trainer rank and an engine rank are killed in the middle of an update
 table    the verdict for people
 """

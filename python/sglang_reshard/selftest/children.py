@@ -27,7 +27,7 @@ _TAIL_LINES = 40
 class Family:
     """Processes and their descendants, counted while their parents live.
 
-    An engine's processes lose their parent when it dies, and have sessions of their own. psutil knows a process by its
+    An engine's processes lose their parent when it dies, and have separate sessions. psutil knows a process by its
     start time too, so that a number used again is not mistaken for one of them.
     """
 
@@ -69,6 +69,18 @@ class Family:
         remove(self._segments)
 
 
+def run(command: list[str], environment: dict[str, str], log: Path, deadline: float, poll: Callable[[], None]) -> None:
+    """Runs a command with its output in `log`, and calls `poll` while it runs.
+
+    deadline  a time.monotonic() after which it is ended
+
+    Raises ReshardError when it fails, and DeadlineExceeded. The command and its descendants are
+    gone afterwards, however this function ends.
+    """
+    with started(command, environment, log) as family:
+        wait(family, log, deadline, poll)
+
+
 def run_ranks(
     ranks: int,
     module: str,
@@ -78,52 +90,72 @@ def run_ranks(
     deadline: float,
     poll: Callable[[], None],
 ) -> None:
-    """Runs a module on so many trainer ranks of this host, with the JSON of its job, and calls `poll` meanwhile.
-
-    deadline  a time.monotonic() after which they are ended
-
-    Raises ReshardError when one of them fails, and DeadlineExceeded. Whatever ends this function, the ranks and their
-    descendants are gone afterwards.
-    """
+    """Runs a module on so many trainer ranks of this host, with the JSON of its job; see `run`."""
     with started_ranks(ranks, module, job, environment, log) as family:
-        while any(process.poll() is None for process in family.processes):
-            family.census()
-            poll()
-            failed = [rank for rank, process in enumerate(family.processes) if process.returncode]
-            if failed:
-                raise ReshardError(f"trainer rank {failed[0]} ended with an error.\n{tail(log)}")
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"the deadline passed. Give a slow machine more time with --minutes.\n{tail(log)}")
-            time.sleep(_POLL_S)
+        wait(family, log, deadline, poll)
+
+
+def wait(family: Family, log: Path, deadline: float, poll: Callable[[], None]) -> None:
+    """Waits until all have ended, or one has failed. Raises ReshardError then, and DeadlineExceeded."""
+    while any(process.poll() is None for process in family.processes):
+        family.census()
         poll()
+        _check(family, log)
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"the deadline passed. Give a slow machine more time.\n{tail(log)}")
+        time.sleep(_POLL_S)
+    poll()
+    _check(family, log)
+
+
+def _check(family: Family, log: Path) -> None:
+    for number, process in enumerate(family.processes):
+        if process.returncode:
+            which = f"trainer rank {number}" if len(family.processes) > 1 else "a process"
+            raise ReshardError(f"{which} ended with exit status {process.returncode}.\n{tail(log)}")
+
+
+@contextlib.contextmanager
+def started(command: list[str], environment: dict[str, str], log: Path) -> Iterator[Family]:
+    """Starts a command with its output in `log`, and ends it with its descendants. Count these often, by `census`."""
+    with _ended(Family([_process(command, environment, log)])) as family:
+        yield family
 
 
 @contextlib.contextmanager
 def started_ranks(
     ranks: int, module: str, job: msgspec.Struct, environment: dict[str, str], log: Path
 ) -> Iterator[Family]:
-    """Starts a module on so many trainer ranks, and ends them with their descendants. Count these often."""
-    port, body = str(free_port()), msgspec.json.encode(job).decode()
-    processes = []
-    try:
-        for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            processes.append(started([sys.executable, "-m", module, body], environment | own, log))
-    finally:
-        family = Family(processes)
+    """Starts a module on so many trainer ranks, each with torch's variables; see `started`.
+
+    torchrun would end all of them when one is killed.
+    """
+    command = [sys.executable, "-m", module, msgspec.json.encode(job).decode()]
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    with _ended(Family([_process(command, environment | there | variables, log) for variables in own])) as family:
+        yield family
+
+
+def _process(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+
+
+@contextlib.contextmanager
+def _ended(family: Family) -> Iterator[Family]:
     try:
         yield family
     finally:
         family.end()
 
 
-def started(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Starts a command with its output in `log`."""
-    with log.open("ab") as out:
-        return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-        )
+def torchrun(ranks: int, module: str, job: msgspec.Struct) -> list[str]:
+    """Returns the command that runs a module on so many ranks, with the JSON of its job."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [sys.executable, *launcher, "-m", module, msgspec.json.encode(job).decode()]
 
 
 def free_port() -> int:
@@ -147,5 +179,14 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 
 def tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
+    lines = _without_torchrun(log.read_text(errors="replace").splitlines())
     return "\n".join([f"The end of {log}:", *(f"  {line}" for line in lines[-_TAIL_LINES:])])
+
+
+def _without_torchrun(lines: list[str]) -> list[str]:
+    """Leaves out the traceback with which torchrun itself ends: 40 lines that say only that a rank failed."""
+    for number, line in enumerate(lines):
+        if line.startswith("torch.distributed.elastic.multiprocessing.errors.ChildFailedError"):
+            begin = max((i for i in range(number) if lines[i].startswith("Traceback ")), default=number)
+            return lines[:begin]
+    return lines

@@ -18,27 +18,36 @@ GIB = 1 << 30
 _ENGINE_RANK_BYTES, _TRAINER_RANK_BYTES, _FIXED_BYTES = int(0.75 * GIB), int(0.7 * GIB), int(1.5 * GIB)
 _SIZES = (16, 8, 4, 2, 1)
 
-WHOLE = ("first update", "bits", "limits", "SGLang's own update", "routes", "verified", "asleep")
+WHOLE = ("first update", "bits", "limits", "SGLang's own update", "routes", "verified", "asleep", "prefix cache")
 SHORT = ("first update", "bits", "routes")
 MISHAPS = ("mishaps",)
 ROUTES = ("auto", "p2p", "broadcast")
+# SGLang's cache in host memory keeps what its pool on the GPU has no room for.
+HIERARCHICAL = {
+    "enable_memory_saver": False,
+    "max_total_tokens": 512,
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 8.0,
+}
 
 
 def runs(host: Host, wanted: Wanted) -> list[Run]:
-    """Returns the runs, in order. Raises Unsupported for what does not fit on the host, saying what does."""
+    """Returns the runs, in order. Raises Unsupported for layouts that do not fit on the host, with one that does."""
     if wanted.source is not None or wanted.target is not None:
         return [_asked(host, wanted), _mishaps(host, wanted.model)]
     found = _on_gpus(host, wanted.model) if host.gpus else _on_cpus(host, wanted.model)
-    return [msgspec.structs.replace(run, routes=wanted.routes or run.routes) for run in found]
+    if wanted.routes == ROUTES:
+        return found
+    return [msgspec.structs.replace(run, routes=wanted.routes) for run in found]
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What a user has asked for. None, or empty: chosen for the host."""
+    """The options of a user. None, or an empty model: chosen for the host."""
 
     source: Source | None = None
     target: Target | None = None
     model: str = ""
-    routes: tuple[str, ...] = ()
+    routes: tuple[str, ...] = ROUTES
 
 
 def needed_bytes(source: Source, target: Target) -> int:
@@ -74,6 +83,9 @@ def _on_gpus(host: Host, model: str) -> list[Run]:
         _run("experts", sharing, Target(tp=engine.tp, ep=engine.tp), experts, "bfloat16", WHOLE, ("auto",), every,
              every[: engine.tp]),
         _mishaps(host, model),
+        msgspec.structs.replace(
+            _run("cache in host memory", Source(), Target(), model or "qwen3-1.7b", "bfloat16", ("prefix cache",),
+                 ("auto",), every[:1], every[:1]), engine=HIERARCHICAL),
     ]  # fmt: skip
     if count < 2:
         return found
@@ -107,7 +119,7 @@ def _asked(host: Host, wanted: Wanted) -> Run:
     engine = every[-target.ranks :] if apart else every[: target.ranks]
     model = wanted.model or (_dense(host) if every else TINY_MOE if target.ep > 1 else TINY)
     trainer = every[: source.ranks] if apart else every
-    return _run("asked for", source, target, model, "bfloat16", WHOLE, wanted.routes or ROUTES, trainer, engine)
+    return _run("asked for", source, target, model, "bfloat16", WHOLE, wanted.routes, trainer, engine)
 
 
 def _mishaps(host: Host, model: str) -> Run:

@@ -54,7 +54,7 @@ def write_live_digests(model: torch.nn.Module, named_tensors: Any) -> None:
 
 
 def write_json(found: Any, named_tensors: Any) -> None:
-    """Writes what a custom weight loader has found on this rank to where `read_live_digests` reads it."""
+    """Writes the findings of a custom weight loader on this rank, for `read_live_digests`."""
     ((_, folder),) = list(named_tensors)
     # Data parallel engines have a rank of each number, in a process of its own.
     name = f"{dist.get_rank()}-{os.getpid()}.json"

@@ -1,4 +1,4 @@
-"""The environment of a run's processes: quiet, offline, and with no more of SGLang's models than it needs."""
+"""The environment of a run's processes: quiet, offline, and with only those of SGLang's models that it needs."""
 
 from __future__ import annotations
 

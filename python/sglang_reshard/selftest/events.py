@@ -1,7 +1,7 @@
-"""What the processes of a run tell the launcher: JSON lines in a file that it follows.
+"""Events of a run's processes for the launcher: JSON lines in a file that it follows.
 
-A file, not a pipe: the engine's processes inherit whatever their parent has open, and a pipe that one of them holds
-never ends.
+A file, not a pipe: the engine's processes inherit all that their parent has open, and a pipe that one of
+them holds never ends.
 """
 
 from __future__ import annotations

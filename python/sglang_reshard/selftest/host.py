@@ -15,7 +15,7 @@ from sglang_reshard.version import __version__
 
 
 class Host(msgspec.Struct, frozen=True):
-    """gpus: their names, by number. gpu_bytes: memory of the smallest. memory_bytes: what the host can still give."""
+    """gpus: their names, by number. gpu_bytes: memory of the smallest. memory_bytes: that the host can still give."""
 
     gpus: tuple[str, ...]
     gpu_bytes: int
@@ -59,7 +59,7 @@ def cpu() -> str:
 
 
 def available_bytes() -> int:
-    """What the system can still give, or the container this runs in, whichever is less."""
+    """Returns the bytes that the system can still give, or the container of this process if that is less."""
     available = int(psutil.virtual_memory().available)
     limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:

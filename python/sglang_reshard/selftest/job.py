@@ -8,7 +8,7 @@ from sglang_reshard.selftest.layouts import Source, Target
 
 
 class Run(msgspec.Struct, frozen=True):
-    """From which trainer into which engine, and what is seen there.
+    """From one trainer into one engine, with the steps that are taken.
 
     name          for people
     model         see `models.save`
@@ -16,8 +16,9 @@ class Run(msgspec.Struct, frozen=True):
     trainer_gpus  of the trainer ranks, in turns; none on a host without GPUs
     engine_gpus   one of each engine rank; the same ones if both share them
     parts         names of `steps.PARTS`, in order
-    routes        transports, each of which is timed
+    routes        transports to time
     usual_s       about how many seconds it takes
+    engine        more arguments of the engine, on GPUs
     """
 
     name: str
@@ -30,6 +31,7 @@ class Run(msgspec.Struct, frozen=True):
     parts: tuple[str, ...] = ()
     routes: tuple[str, ...] = ("auto",)
     usual_s: float = 0.0
+    engine: dict[str, float | int | bool | str] = {}
 
     @property
     def device(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -11,8 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sglang_reshard.errors import ReshardError
-from sglang_reshard.selftest import children, mishaps
+from sglang_reshard.errors import ReshardError, Unsupported
+from sglang_reshard.selftest import children, mishaps, models
 from sglang_reshard.selftest.choice import MISHAPS, Wanted, runs
 from sglang_reshard.selftest.environment import environment
 from sglang_reshard.selftest.events import EventReader, Row
@@ -25,27 +26,28 @@ _OVERTIME_S = 180.0  # for what is under way when the time is up
 
 
 def selftest(wanted: Wanted, minutes: float) -> int:
-    """Returns the exit status: 0 when everything was right. Results go to stdout, progress and errors to stderr."""
+    """Returns the exit status: 0 when everything was right. Results go to stdout, progress and errors to stderr.
+
+    Raises Unsupported for layouts that do not fit on this host, and where SGLang is not installed.
+    """
+    host = Host.here()
+    chosen = runs(host, wanted)
+    models.check(wanted.model)
+    _check_installed()
     shown = Console(stderr=True)
     begin, ends_at = time.monotonic(), time.time() + minutes * 60
     logs = Path(tempfile.mkdtemp(prefix="sglang-reshard-selftest-"))
     rows: list[Row] = []
     try:
-        host = Host.here()
         with children.sigterm_as_interrupt():
-            for run in runs(host, wanted):
+            for run in chosen:
                 if time.time() + run.usual_s > ends_at and rows:
                     rows.append(Row(run.name, "left out", why=f"it takes about {run.usual_s:.0f} s: raise --minutes"))
                     continue
                 rows += _rows(run, logs, ends_at, shown)
     except KeyboardInterrupt:
-        shown.print("Stopped; all processes of the self-test are ended.", highlight=False)
-        shutil.rmtree(logs, ignore_errors=True)
+        shown.print(f"Stopped; all processes of the self-test are ended. Their logs are in {logs}.", soft_wrap=True)
         return 130
-    except ReshardError as error:
-        shown.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        shutil.rmtree(logs, ignore_errors=True)
-        return 1
     right = bool(rows) and all(row.right is not False for row in rows)
     if right:
         shutil.rmtree(logs, ignore_errors=True)
@@ -54,7 +56,12 @@ def selftest(wanted: Wanted, minutes: float) -> int:
     # A table is cut at the width of a terminal that is not there: give it room in a log.
     console = Console() if sys.stdout.isatty() else Console(width=150)
     print_result(console, rows, advice(host, rows))
-    said = {"ok": right, "host": facts(), "seconds": round(time.monotonic() - begin, 1), "rows": [_plain(r) for r in rows]}
+    said = {
+        "ok": right,
+        "host": facts(),
+        "seconds": round(time.monotonic() - begin, 1),
+        "rows": [_plain(r) for r in rows],
+    }
     print(json.dumps(said), flush=True)
     return 0 if right else 1
 
@@ -82,7 +89,7 @@ def _rows(run: Run, logs: Path, ends_at: float, shown: Console) -> list[Row]:
             job = Job(run, str(folder), str(events), ends_at)
             deadline = time.monotonic() + max(ends_at - time.time(), 0) + _OVERTIME_S
             if run.parts == MISHAPS:
-                mishaps.take(job, variables, log, poll)
+                mishaps.take(job, variables, log, deadline, poll)
             else:
                 children.run_ranks(
                     run.source.ranks, "sglang_reshard.selftest.rank", job, variables, log, deadline, poll
@@ -96,14 +103,19 @@ def _rows(run: Run, logs: Path, ends_at: float, shown: Console) -> list[Row]:
     return found
 
 
+def _check_installed() -> None:
+    missing = [name for name in ("sglang", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Unsupported(f"{' and '.join(missing)} not installed: pip install 'sglang-reshard[engine]'")
+
+
 def _model_types(run: Run) -> tuple[str, ...]:
     """The modules of SGLang's models that a run needs; all for a model that a user brings."""
-    from sglang_reshard.selftest.models import NAMES
-
-    return ("qwen3", "qwen3_moe") if run.model in NAMES else ()
+    return ("qwen3", "qwen3_moe") if run.model in models.NAMES else ()
 
 
 def _plain(row: Row) -> dict[str, object]:
     """Six significant digits say more than two runs have in common."""
     found = {name: getattr(row, name) for name in row.__struct_fields__}
-    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in found.items() if v not in ("", 0, {})}
+    rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in found.items()}
+    return {k: v for k, v in rounded.items() if k == "right" or v not in ("", 0, {})}

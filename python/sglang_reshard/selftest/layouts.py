@@ -1,8 +1,9 @@
-"""How a trainer shards its weights, and how an engine does: `fsdp=4,tp=2` and `tp=8,ep=8`."""
+"""Layouts of a trainer, `fsdp=4,tp=2`, and of an engine, `tp=8,ep=8`."""
 
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import msgspec
 
@@ -51,7 +52,10 @@ class Target(msgspec.Struct, frozen=True):
         return _text(self) or "tp=1"
 
 
-def parsed(text: str, kind: type[Source] | type[Target]) -> Source | Target:
+_Layout = TypeVar("_Layout", Source, Target)
+
+
+def parsed(text: str, kind: type[_Layout]) -> _Layout:
     """Returns what `fsdp=4,tp=2` says. Raises Unsupported for another name, and for a size that is no positive number.
 
     Raises it also for an engine whose expert or attention groups do not divide its ranks.

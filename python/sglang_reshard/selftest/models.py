@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.selftest import tiny_model
 from sglang_reshard.selftest.layouts import Source, Target, common_multiple
@@ -32,12 +34,20 @@ _PRESETS: Mapping[str, dict[str, Any]] = {
 NAMES = (TINY, TINY_MOE, *_PRESETS)
 
 
+def check(model: str) -> None:
+    """Raises Unsupported for a name that is no preset, no config.json and no folder with one."""
+    if model and model not in NAMES and not _file(model).is_file():
+        raise Unsupported(f"--model {model}: no such file; pass a config.json, its folder, or {', '.join(NAMES)}")
+
+
+def _file(model: str) -> Path:
+    return Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+
+
 def save(model: str, folder: Path, source: Source, target: Target) -> None:
-    """Writes what an engine on dummy weights reads: the configuration, and a tokenizer if the model has one.
+    """Writes the files of an engine on dummy weights: the configuration.
 
     model  one of `NAMES`, a config.json or a folder with one
-
-    Raises Unsupported for a name that is none of these.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if model == TINY:
@@ -45,19 +55,23 @@ def save(model: str, folder: Path, source: Source, target: Target) -> None:
     elif model == TINY_MOE:
         _tiny_moe(target).save_pretrained(folder)
     elif model in _PRESETS:
-        (folder / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", "eos_token_id": 0, **_PRESETS[model]}))
+        (folder / "config.json").write_text(
+            json.dumps({"torch_dtype": "bfloat16", "eos_token_id": 0, **_PRESETS[model]})
+        )
     else:
-        path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
-        if not path.is_file():
-            raise Unsupported(f"--model {model}: no such file; pass a config.json, its folder, or {', '.join(NAMES)}")
-        (folder / "config.json").write_bytes(path.read_bytes())
+        (folder / "config.json").write_bytes(_file(model).read_bytes())
+
+
+def trainer_dtype(model: str) -> torch.dtype:
+    """Returns the dtype of the trainer's weights."""
+    return torch.float32 if model in (TINY, TINY_MOE) else torch.bfloat16
 
 
 def _tiny_moe(target: Target) -> PretrainedConfig:
     from transformers import Qwen3MoeConfig
 
     heads = max(8, target.tp)
-    return Qwen3MoeConfig(
+    return Qwen3MoeConfig(  # type: ignore[call-arg]
         architectures=["Qwen3MoeForCausalLM"],
         dtype="float32",
         vocab_size=tiny_model.VOCABULARY,

@@ -17,7 +17,7 @@ _STILL_EVERY_S = 30.0
 
 
 class Progress:
-    """Use as a context; hand it events with `show`, and call `tick` every now and then."""
+    """Use as a context; hand it events with `show`, and call `tick` often."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

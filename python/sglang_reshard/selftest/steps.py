@@ -1,10 +1,10 @@
-"""What one run does, on every trainer rank in step. What is seen is judged by what this package did not write.
+"""The steps of one run, which all trainer ranks take together. Nothing in this package judges them.
 
-    bits             each live tensor of each engine rank has the digest that SGLang's own load of the trainer's
-                     checkpoint leaves there
-    words            the engine's tokens have the log-probabilities that transformers computes from that checkpoint
-    limit            one copy of as many bytes on the same device, and between trainer ranks by torch
-    SGLang's own     `update_weights_from_tensor` with tensors that are whole already
+bits             each live tensor of each engine rank has the digest that SGLang's own load of the trainer's
+                 checkpoint leaves there
+words            the engine's tokens have the log-probabilities that transformers computes from that checkpoint
+limit            one copy of as many bytes on the same device, and between trainer ranks by torch
+SGLang's own     `update_weights_from_tensor` with tensors that are whole already
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from sglang_reshard import UpdateReport, WeightSender
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.selftest import stock
+from sglang_reshard.selftest.asking import prompts, said
 from sglang_reshard.selftest.digests import differing, read_live_digests
 from sglang_reshard.selftest.events import EventWriter, Row
 from sglang_reshard.selftest.job import Job
@@ -29,18 +30,17 @@ from sglang_reshard.selftest.reference import Said, distance
 from sglang_reshard.selftest.trainer import Trainer
 
 WARM_UPDATES = 5
-NEW_TOKENS = 12
 _TIMEOUT_S = 120.0
-# What float32 on several ranks may differ from one rank's by, and what bfloat16 may from float32.
-_MOST_APART = {"float32": 1e-3, "bfloat16": 0.5}
+_CACHED_PROMPTS, _CACHED_TOKENS = 12, 100  # more than the pool of `choice.HIERARCHICAL` holds
 
 
 class Steps:
     """The steps of one run; `engine` is None on all trainer ranks but the first."""
 
-    def __init__(self, job: Job, trainer: Trainer, engine: Any, device: torch.device, prompts: list[list[int]]) -> None:
+    def __init__(self, job: Job, trainer: Trainer, engine: Any, device: torch.device) -> None:
         self._run, self._folder, self._ends_at = job.run, Path(job.folder), job.ends_at
-        self._trainer, self._engine, self._device, self._prompts = trainer, engine, device, prompts
+        self._trainer, self._engine, self._device = trainer, engine, device
+        self._prompts = prompts(trainer.vocabulary)
         self._events = EventWriter(Path(job.events) if dist.get_rank() == 0 else None)
         self._sender = self._open("auto")
         self._version = 0
@@ -60,45 +60,41 @@ class Steps:
 
     def _first_update(self) -> None:
         before = self._says()
-        self._step()
+        self._trainer.step(self._version)
         with self._events.phase(f"first update, {self._run.source} -> {self._run.target}") as notes:
             seconds, report = self._update(self._sender)
             notes.append(f"{report.transport}, {report.received_bytes / 1e6:.1f} MB")
-        changed = self._engine is None or self._says() != before
+        after = self._says()
+        changed = self._engine is None or after != before
         self._saw("first update", changed, report.transport, report.received_bytes, seconds,
                   why="" if changed else "the engine says what it said before the update")  # fmt: skip
 
     def _bits(self) -> None:
-        self._step()
+        self._trainer.step(self._version)
         self._update(self._sender)
         ours, folder = self._digests(), self._folder / "checkpoint"
         self._trainer.save_checkpoint(folder)
-        said = self._says()
-        self._words(folder, said)
-        self._step()
+        self._words(folder, self._says())
+        self._trainer.step(self._version)
         self._update(self._sender)
         between = self._digests()  # a load that does nothing would be noticed
         with self._events.phase("SGLang loads the trainer's checkpoint"):
             loaded = self._stock_load(folder)
         different = differing(ours, loaded)
         right = bool(ours) and not different and between != loaded
-        self._saw("every tensor, as SGLang's own load leaves it", right, why=", ".join(different[:3]),
-                  more={"tensors": sum(map(len, ours)), "engine_ranks": len(ours), "different": len(different)})  # fmt: skip
+        more = {"tensors": sum(map(len, ours)), "engine_ranks": len(ours), "different": len(different)}
+        self._saw("every tensor, as SGLang's own load leaves it", right, why=", ".join(different[:3]), more=more)
 
-    def _words(self, checkpoint: Path, said: Said) -> None:
+    def _words(self, checkpoint: Path, ours: Said) -> None:
         if self._engine is not None:
             with self._events.phase("transformers reads the same checkpoint"):
-                apart = distance(checkpoint, self._prompts, said, self._device)
-            tokens = sum(map(len, said))
-            most = _MOST_APART[self._run.dtype]
-            right = apart.largest < most and apart.agreed >= tokens * (1.0 if most < 0.01 else 0.75)
-            why = "" if right else f"the largest difference is {apart.largest:.3g}, more than {most}"
-            self._saw("log-probabilities, as transformers has them", right, why=why,
-                      more={"largest_difference": apart.largest, "same_tokens": apart.agreed, "tokens": tokens})  # fmt: skip
+                apart = distance(checkpoint, self._prompts, ours, self._device)
+            wrong = apart.wrong(self._run.dtype)
+            self._saw("log-probabilities, as transformers has them", not wrong, why=wrong, more=apart._asdict())
         dist.barrier()
 
     def _limits(self) -> None:
-        """One copy on a device of what one engine rank receives, and one between two trainer ranks."""
+        """One copy on a device of as many bytes as an engine rank receives, and one between two trainer ranks."""
         nbytes = max(rank.received_bytes for rank in self._report.engine_ranks)
         source, copy = (torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2))
         self._limit = self._median(lambda: copy.copy_(source))
@@ -131,8 +127,14 @@ class Steps:
                       stock=self._stock, more={f"{k}_ms": v * 1e3 for k, v in report.seconds.items()})  # fmt: skip
 
     def _verified(self) -> None:
+        for verify in ("sample", "full"):
+            updates = [self._stepped(self._sender, verify=verify) for _ in range(WARM_UPDATES + 1)]
+            seconds, report = statistics.median(s for s, _ in updates[1:]), updates[-1][1]
+            self._saw(f"warm update, verify={verify!r}", report.verified == verify, report.transport,
+                      report.received_bytes, seconds, limit=self._limit, stock=self._stock,
+                      more={"first_ms": updates[0][0] * 1e3})  # fmt: skip
         seconds, report = self._stepped(self._sender, verify="full", staged=True)
-        self._saw("staged update with every element compared", report.verified == "full", report.transport,
+        self._saw("staged update, verify='full'", report.verified == "full", report.transport,
                   report.received_bytes, seconds)  # fmt: skip
 
     def _asleep(self) -> None:
@@ -152,6 +154,28 @@ class Steps:
         different = differing(self._digests(), ours)
         self._saw("asleep and awake: the update brings all weights back", refused and not different, report.transport,
                   report.received_bytes, seconds, why=", ".join(different[:3]))  # fmt: skip
+
+    def _prefix_cache(self) -> None:
+        """With flush_cache="by_version" nobody reads the cache of old weights, on a GPU or in host memory.
+
+        Without a flush somebody does: there is something to read.
+        """
+        for flush_cache in ("by_version", False):
+            self._stepped(self._sender, flush_cache=flush_cache)
+            self._on_engine(lambda: self._engine.flush_cache())
+            asked = _cached_prompts(int(self._version))
+            for prompt in asked:
+                self._on_engine(lambda prompt=prompt: _cached(self._engine, prompt))  # type: ignore[misc]
+            before = self._on_engine(lambda: _cached(self._engine, asked[0]))  # noqa: B023
+            self._stepped(self._sender, flush_cache=flush_cache)
+            after = self._on_engine(lambda: _cached(self._engine, asked[0]))  # noqa: B023
+            if self._engine is not None:
+                right = before["all"] > 0 and (after["all"] > 0) == (flush_cache is False)
+                if self._run.engine:  # the cache in host memory was to be read
+                    right &= before["host"] > 0
+                self._saw(f"prefix cache, flush_cache={flush_cache!r}", right,
+                          more={"tokens_before": before["all"], "in_host_memory": before["host"],
+                                "tokens_after": after["all"]})  # fmt: skip
 
     # -- what they are made of
 
@@ -183,10 +207,6 @@ class Steps:
         with contextlib.closing(self._open(route)) as sender:
             yield sender
 
-    def _step(self) -> None:
-        rows = torch.randint(1, self._trainer.vocabulary, (4, 24), generator=torch.Generator().manual_seed(self._version))
-        self._trainer.step(rows)
-
     def _update(self, sender: WeightSender, **options: Any) -> tuple[float, UpdateReport]:
         """Returns the seconds of the slowest trainer rank, and the report."""
         self._version += 1
@@ -197,7 +217,7 @@ class Steps:
         return seconds, self._last
 
     def _stepped(self, sender: WeightSender, **options: Any) -> tuple[float, UpdateReport]:
-        self._step()
+        self._trainer.step(self._version)
         return self._update(sender, **options)
 
     def _timed(self, call: Callable[[], Any]) -> tuple[float, Any]:
@@ -232,18 +252,25 @@ class Steps:
         return self._digests()
 
     def _says(self) -> Said:
-        """Returns for each prompt the tokens that the engine chooses and their log-probabilities; none if it refuses."""
-        return self._on_engine(lambda: _said(self._engine, self._prompts)) or []
+        """Returns what the engine says; nothing if it refuses, as it does on dummy weights."""
+        found: Said = []
+        if self._engine is not None:
+            with contextlib.suppress(ReshardError):
+                found = said(self._engine, self._prompts)
+        dist.barrier()
+        return found
 
 
-def _said(engine: Any, prompts: list[list[int]]) -> Said:
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    try:
-        engine.flush_cache()
-        outputs = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
-    except ReshardError:  # it started on dummy weights, which it does not serve
-        return []
-    return [[(t, p) for p, t, *_ in output["meta_info"]["output_token_logprobs"]] for output in outputs]
+def _cached_prompts(seed: int) -> list[list[int]]:
+    numbers = torch.Generator().manual_seed(seed)
+    found: list[list[int]] = torch.randint(5, 500, (_CACHED_PROMPTS, _CACHED_TOKENS), generator=numbers).tolist()
+    return found
+
+
+def _cached(engine: Any, prompt: list[int]) -> dict[str, int]:
+    """Asks for an answer. Returns how many tokens of the prompt were in the cache, and in host memory."""
+    answer = engine.generate(input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 4})["meta_info"]
+    return {"all": answer["cached_tokens"], "host": (answer.get("cached_tokens_details") or {}).get("host", 0)}
 
 
 def _pass_on(tensor: torch.Tensor) -> None:
@@ -268,4 +295,5 @@ PARTS: dict[str, Callable[[Steps], None]] = {
     "routes": Steps._routes,
     "verified": Steps._verified,
     "asleep": Steps._asleep,
+    "prefix cache": Steps._prefix_cache,
 }

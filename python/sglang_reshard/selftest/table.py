@@ -19,7 +19,7 @@ def print_result(console: Console, rows: Sequence[Row], told: Sequence[str]) -> 
     for name, of_run in groupby(rows, lambda row: row.run):
         table = Table(title=name)
         for column, justify in (("", "left"), ("route", "left"), ("MB", "right"), ("ms", "right"),
-                                ("× the limit", "right"), ("× SGLang's own", "right"), ("", "left")):  # fmt: skip
+                                ("times the limit", "right"), ("SGLang's own", "right"), ("", "left")):  # fmt: skip
             table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
         for row in of_run:
             table.add_row(row.step, row.route, _figure(row.nbytes / 1e6), _figure(row.seconds * 1e3),
@@ -31,7 +31,9 @@ def print_result(console: Console, rows: Sequence[Row], told: Sequence[str]) -> 
         console.print(line, highlight=False, soft_wrap=True)
     wrong = [row for row in rows if row.right is False]
     judged = sum(row.right is not None for row in rows)
-    verdict = f"[bold red]{len(wrong)} of {judged} steps are wrong[/]" if wrong else f"[green]all {judged} steps are right[/]"
+    verdict = (
+        f"[bold red]{len(wrong)} of {judged} steps are wrong[/]" if wrong else f"[green]all {judged} steps are right[/]"
+    )
     console.print(verdict, highlight=False)
 
 
@@ -42,7 +44,9 @@ def advice(host: Host, rows: Sequence[Row]) -> list[str]:
         return []
     best = min(warm, key=lambda row: row.seconds)
     chosen = next((row for row in warm if row.step == "warm update, auto" and row.run == best.run), best)
-    told = [f'transport="auto" takes {chosen.route} here: {chosen.seconds * 1e3:.1f} ms for {chosen.nbytes / 1e6:,.0f} MB']
+    told = [
+        f'transport="auto" takes {chosen.route} here: {chosen.seconds * 1e3:.1f} ms for {chosen.nbytes / 1e6:,.0f} MB'
+    ]
     if best.route != chosen.route and best.seconds < 0.9 * chosen.seconds:
         told.append(f'transport="{best.route}" was faster: {best.seconds * 1e3:.1f} ms; try it with your own model')
     if not host.gpus:

@@ -63,7 +63,7 @@ def config(source_tp: int, target_tp: int) -> Qwen3Config:
 
 
 def save(folder: Path, source_tp: int, target_tp: int) -> None:
-    """Write what the engine reads: the configuration and the tokenizer. No weights: it starts on dummies."""
+    """Writes the configuration and the tokenizer. No weights: the engine starts on dummies."""
     folder.mkdir(parents=True, exist_ok=True)
     config(source_tp, target_tp).save_pretrained(folder)
     tokenizer().save(str(folder / "tokenizer.json"))

@@ -22,10 +22,13 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from sglang_reshard.selftest import stock
+from sglang_reshard.selftest.job import Run
 from sglang_reshard.selftest.layouts import Source
 
 # One step has to change what the model says, visibly.
 LEARNING_RATE = 2e-3
+_ROWS, _ROW_TOKENS = 4, 24
 _STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of experts, in transformers 5
 
 TP_PLAN: dict[str, ParallelStyle] = {
@@ -44,6 +47,21 @@ TP_PLAN: dict[str, ParallelStyle] = {
 }
 
 
+def join(run: Run) -> torch.device:
+    """Joins the other trainer ranks. Returns this one's device."""
+    if run.device == "cpu":
+        stock.prepare()
+        dist.init_process_group("cpu:gloo")
+        return torch.device("cpu")
+    # NCCL needs a GPU for each rank. Where ranks share one, gloo gathers, in host memory: see `trainer.whole`.
+    alone = len(run.trainer_gpus) >= run.source.ranks
+    dist.init_process_group("cpu:gloo,cuda:nccl" if alone else "cpu:gloo,cuda:gloo")
+    device = torch.device("cuda", run.trainer_gpus[dist.get_rank() % len(run.trainer_gpus)])
+    torch.cuda.set_device(device)
+    torch.zeros(1, device=device)  # a mesh would choose a GPU by the local rank otherwise
+    return device
+
+
 class Trainer:
     """One rank's part. Every rank makes one and calls the same methods in the same order.
 
@@ -51,7 +69,13 @@ class Trainer:
             changes its own shards instead
     """
 
-    def __init__(self, config: PretrainedConfig, source: Source, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        source: Source,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         torch.manual_seed(0)
         self._config, self._device = config, device
         self.learns = device.type == "cpu" or torch.cuda.device_count() >= source.ranks
@@ -81,15 +105,16 @@ class Trainer:
 
     @property
     def partial(self) -> bool:
-        """Whether ranks list different tensors: each the experts that it holds."""
+        """True if ranks list different tensors: each the experts that it holds."""
         return any(_is_stacked(name) for name, _ in self.model.named_parameters())
 
-    def step(self, tokens: torch.Tensor) -> float:
-        """Takes one step on rows of tokens. Returns the loss; 0 where the trainer does not learn."""
+    def step(self, seed: int = 0) -> float:
+        """Takes one step on random rows of tokens. Returns the loss; 0 where the trainer does not learn."""
         loss = 0.0
         if self.learns:
             self.model.zero_grad()
-            tokens = tokens.to(self._device)
+            numbers = torch.Generator().manual_seed(seed)
+            tokens = torch.randint(1, self.vocabulary, (_ROWS, _ROW_TOKENS), generator=numbers).to(self._device)
             logits = self.model(tokens[:, :-1], use_cache=False).logits
             error = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
             error.backward()
@@ -110,13 +135,13 @@ class Trainer:
         return found
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields all of the model's tensors, gathered. Resharding needs no gather; those who judge it do. Collective."""
+        """Yields all of the model's tensors, gathered: those who judge need that, resharding does not. Collective."""
         for name, parameter in self.model.named_parameters():
             tensor = whole(parameter) if isinstance(parameter, DTensor) else parameter.detach()
             yield from _experts(name, tensor) if _is_stacked(name) else [(name, tensor)]
 
     def save_checkpoint(self, folder: Path) -> None:
-        """Writes what transformers and a stock engine load. Collective."""
+        """Writes a checkpoint for transformers and a stock engine. Collective."""
         from safetensors.torch import save_file
 
         first = dist.get_rank() == 0

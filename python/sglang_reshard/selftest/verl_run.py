@@ -1,5 +1,4 @@
-"""What a tiny run of verl reads, made on the spot, and its settings: a Qwen3 with random weights, tokenizer and chat
-template, a few prompts, and a reward."""
+"""A tiny run of verl: a Qwen3 with random weights, tokenizer and chat template, a few prompts, a reward, settings."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def tiny_run(folder: Path, ranks: int, tp_size: int, steps: int = 1) -> list[str]:
-    """Hydra overrides for GRPO with what the functions above made in `folder`.
+    """Hydra overrides for GRPO with the model and the prompts in `folder`.
 
     ranks  "GPUs" that the trainer has; it shares them with rollout engines of `tp_size` ranks
     """

@@ -21,6 +21,7 @@ from sglang_reshard.cli.plan.sglang_model import build_rank, choose_code_paths, 
 from sglang_reshard.errors import ReshardError, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.patches import repacking
+from sglang_reshard.selftest.digests import digests
 from sglang_reshard.trace.live import live_tensors, storage_key
 from sglang_reshard.trace.live_shards import live_shards
 from sglang_reshard.trace.live_signature import live_signature
@@ -30,7 +31,6 @@ from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights
 from support.live_memory import differing, fill_with_garbage
 from support.sglang_state import published_arguments
-from tools.oracle.digests import digests
 from tools.oracle.replay import replay
 
 Weights = dict[str, torch.Tensor]

@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmark.demo import tiny_model
 from flights import Flight
 from sglang_reshard import DistributedUpdateWeightsReq, VerlEngine
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.patches import torn_weights
 from sglang_reshard.patches.stock_weights import SERVE_DUMMY
 from sglang_reshard.protocol.session import Session
+from sglang_reshard.selftest import tiny_model
 from support.live_engines import greedy, live_engine
 from support.refusals import refusal_of
 

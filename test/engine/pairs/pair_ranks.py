@@ -17,11 +17,11 @@ from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.selftest.digests import digests
 from sglang_reshard.trace.live_signature import live_signature
 from support.live_memory import differing, fill_with_garbage
 from support.nixl_env import use_nixl
 from support.world import Requests, Trainer
-from tools.oracle.digests import digests
 
 UPDATES = (1, 2, 3)
 TIMEOUT_S = 60.0
