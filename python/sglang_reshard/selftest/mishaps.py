@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from sglang_reshard import RemoteEngine, WeightSender
+from sglang_reshard.api.remote_engine import RemoteEngine
+from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.selftest import children, engines, models
 from sglang_reshard.selftest.asking import Said, prompts, said

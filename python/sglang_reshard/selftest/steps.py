@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sglang_reshard import UpdateReport, WeightSender
+from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.selftest import stock
 from sglang_reshard.selftest.asking import prompts, said
 from sglang_reshard.selftest.digests import differing, read_live_digests
