@@ -70,8 +70,8 @@ def selftest(
     Without options it chooses what fits on the GPUs, or on the CPU: the most important first. Ends with a table, what
     to set on this host, and a line of JSON.
     """
+    from sglang_reshard.selftest import launcher, spanning
     from sglang_reshard.selftest.choice import Wanted
-    from sglang_reshard.selftest.launcher import selftest as run
     from sglang_reshard.selftest.layouts import Source, Target, parsed
 
     wanted = Wanted(
@@ -80,7 +80,8 @@ def selftest(
         model=model,
         routes=tuple(routes.split(",")),
     )
-    raise typer.Exit(run(wanted, minutes))
+    test = spanning.selftest if spanning.is_launched() else launcher.selftest
+    raise typer.Exit(test(wanted, minutes))
 
 
 @app.command()

@@ -57,15 +57,18 @@ def start(run: Run, model: Path) -> Any:
 
 
 @contextlib.contextmanager
-def serving(run: Run, model: Path, environment: dict[str, str], log: Path) -> Iterator[tuple[str, children.Family]]:
+def serving(
+    run: Run, model: Path, environment: dict[str, str], log: Path, address: str = "127.0.0.1", key: str = ""
+) -> Iterator[tuple[str, children.Family]]:
     """Yields the URL of a server, once it is up, and its processes. Raises ReshardError if it ends before that."""
     port = children.free_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), "--skip-server-warmup"]
+    command += ["--host", address, *(["--api-key", key, "--admin-api-key", key] if key else [])]
     for name, value in arguments(run, model).items():
         if value is not False:
             command += [f"--{name.replace('_', '-')}", *_words(value)]
     with children.started(command, environment, log) as server:
-        url = f"http://127.0.0.1:{port}"
+        url = f"http://{address}:{port}"
         await_health(url, server, log)
         yield url, server
 

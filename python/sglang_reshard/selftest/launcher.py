@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,10 +15,10 @@ from sglang_reshard.selftest import children, mishaps, models
 from sglang_reshard.selftest.choice import MISHAPS, Wanted, runs
 from sglang_reshard.selftest.environment import environment
 from sglang_reshard.selftest.events import EventReader, Row
-from sglang_reshard.selftest.host import Host, facts
+from sglang_reshard.selftest.host import Host
 from sglang_reshard.selftest.job import Job, Run
 from sglang_reshard.selftest.progress import Progress
-from sglang_reshard.selftest.table import advice, print_result
+from sglang_reshard.selftest.table import all_right, conclude
 
 _OVERTIME_S = 180.0  # for what is under way when the time is up
 
@@ -48,22 +46,11 @@ def selftest(wanted: Wanted, minutes: float) -> int:
     except KeyboardInterrupt:
         shown.print(f"Stopped; all processes of the self-test are ended. Their logs are in {logs}.", soft_wrap=True)
         return 130
-    right = bool(rows) and all(row.right is not False for row in rows)
-    if right:
+    if all_right(rows):
         shutil.rmtree(logs, ignore_errors=True)
     else:
         shown.print(f"The logs are in {logs}; they contain no key. Attach them to a bug report.", soft_wrap=True)
-    # A table is cut at the width of a terminal that is not there: give it room in a log.
-    console = Console() if sys.stdout.isatty() else Console(width=150)
-    print_result(console, rows, advice(host, rows))
-    said = {
-        "ok": right,
-        "host": facts(),
-        "seconds": round(time.monotonic() - begin, 1),
-        "rows": [_plain(r) for r in rows],
-    }
-    print(json.dumps(said), flush=True)
-    return 0 if right else 1
+    return conclude(host, rows, time.monotonic() - begin)
 
 
 def _rows(run: Run, logs: Path, ends_at: float, shown: Console) -> list[Row]:
@@ -112,10 +99,3 @@ def _check_installed() -> None:
 def _model_types(run: Run) -> tuple[str, ...]:
     """The modules of SGLang's models that a run needs; all for a model that a user brings."""
     return ("qwen3", "qwen3_moe") if run.model in models.NAMES else ()
-
-
-def _plain(row: Row) -> dict[str, object]:
-    """Six significant digits say more than two runs have in common."""
-    found = {name: getattr(row, name) for name in row.__struct_fields__}
-    rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in found.items()}
-    return {k: v for k, v in rounded.items() if k == "right" or v not in ("", 0, {})}

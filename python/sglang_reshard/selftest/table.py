@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -9,9 +11,24 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_reshard.selftest.events import Row
-from sglang_reshard.selftest.host import Host
+from sglang_reshard.selftest.host import Host, facts
 
 _RIGHT = {True: "[green]right[/]", False: "[bold red]WRONG[/]", None: ""}
+
+
+def conclude(host: Host, rows: Sequence[Row], seconds: float) -> int:
+    """Prints the table and the line of JSON. Returns the exit status: 0 if every step was right."""
+    # A table is cut at the width of a terminal that is not there: give it room in a log.
+    console = Console() if sys.stdout.isatty() else Console(width=150)
+    print_result(console, rows, advice(host, rows))
+    right = all_right(rows)
+    said = {"ok": right, "host": facts(), "seconds": round(seconds, 1), "rows": [_plain(row) for row in rows]}
+    print(json.dumps(said), flush=True)
+    return 0 if right else 1
+
+
+def all_right(rows: Sequence[Row]) -> bool:
+    return bool(rows) and all(row.right is not False for row in rows)
 
 
 def print_result(console: Console, rows: Sequence[Row], told: Sequence[str]) -> None:
@@ -56,3 +73,10 @@ def advice(host: Host, rows: Sequence[Row]) -> list[str]:
 
 def _figure(value: float) -> str:
     return "" if not value else f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def _plain(row: Row) -> dict[str, object]:
+    """Six significant digits say more than two runs have in common."""
+    found = {name: getattr(row, name) for name in row.__struct_fields__}
+    rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in found.items()}
+    return {k: v for k, v in rounded.items() if k == "right" or v not in ("", 0, {})}

@@ -78,7 +78,7 @@ class Trainer:
     ) -> None:
         torch.manual_seed(0)
         self._config, self._device = config, device
-        self.learns = device.type == "cpu" or torch.cuda.device_count() >= source.ranks
+        self.learns = device.type == "cpu" or _backend(dist.group.WORLD, device) == "nccl"
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         sizes = source.replicas, source.fsdp, source.tp
@@ -161,7 +161,7 @@ def whole(tensor: DTensor) -> torch.Tensor:
     """
     with torch.no_grad():
         mesh = tensor.device_mesh
-        if tensor.device.type == "cuda" and _backend(mesh) != "nccl":
+        if tensor.device.type == "cuda" and _backend(mesh.get_group(0), tensor.device) != "nccl":
             local = tensor.to_local().cpu()
             tensor = DTensor.from_local(
                 local, _on_hosts(mesh), tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
@@ -170,8 +170,9 @@ def whole(tensor: DTensor) -> torch.Tensor:
     return found
 
 
-def _backend(mesh: DeviceMesh) -> str:
-    return str(mesh.get_group(0)._get_backend(torch.device("cuda")).name())
+def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    assert group is not None
+    return str(group._get_backend(device).name())
 
 
 @functools.cache
