@@ -7,6 +7,7 @@ import os
 import pkgutil
 from pathlib import Path
 
+from sglang_reshard.patches.launch import TORCHRUN_VARIABLES
 from sglang_reshard.testing import cpu_host
 
 # SGLang's switch: modules of models to skip. Every scheduler imports all of them, which is a third of its start: with
@@ -20,8 +21,9 @@ def environment(folder: Path, engine_ranks: int, device: str, *model_types: str)
     """
     temporary = folder / "tmp"  # torch and wandb leave folders behind there
     temporary.mkdir(exist_ok=True)
+    # torchrun's variables would lead a server into the trainer's world.
     common = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES},
         "TMPDIR": str(temporary),
         # Nothing here is on a hub, and asking one takes its time where there is no network.
         "HF_HUB_OFFLINE": "1",
