@@ -56,7 +56,7 @@ class DerivedState:
             self._watch()
 
     def signature(self) -> int:
-        """Drops what will be made again, and returns the `live_signature` of the model without it.
+        """Drops what will be made again, and returns the `LiveSignature` of the model without it.
 
         Raises Unsupported, naming it, if a forward pass has computed something from weights that cannot be made again,
         or not in place where CUDA graphs read it.

@@ -1,26 +1,22 @@
-"""Determines which slice of a fused tensor each checkpoint tensor is, by running the converter that creates them.
+"""Determines which slice of a fused tensor each checkpoint tensor is, by tracing the converter that creates them.
 
-A converter takes rows (experts) and returns named tensors, by slicing, transposing and renaming. It runs once, on a
-row on the meta device: what it returns are views, and a view tells its box of the row. A converter that reads or moves
-data runs on a row of element indices instead.
+A converter takes rows (experts) and returns named tensors, by slicing, transposing and renaming. It runs once, over a
+row without data.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources.fused import FusedSlice, NamedSlices, as_slice
-from sglang_reshard.torch_private import TorchDispatchMode
+from sglang_reshard.trace.converter_trace import TracedResult, trace_converter
 
 Converter = Callable[[int, torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
-
-_MAX_INDEX_BYTES = 1 << 30  # of a row of element indices, 8 bytes per element
-_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 
 
 def fused_slices(
@@ -43,7 +39,7 @@ def fused_slices(
     if to_hf_chunk is None:
         slices = [(named[0][0] if named else "", FusedSlice((0,) * len(shape), row, tuple(range(1, len(shape)))))]
     else:
-        slices = _from_views(to_hf_chunk, row) or _from_indices(to_hf_chunk, row)
+        slices = _of_row(to_hf_chunk, row)
     return _of_all_rows(named, shape, slices)
 
 
@@ -81,81 +77,48 @@ def _numbers(name: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", name)]
 
 
-def _from_views(to_hf_chunk: Converter, row: tuple[int, ...]) -> list[tuple[str, FusedSlice]] | None:
-    """Runs the converter on a meta tensor. Returns None unless it returns only views of it that are boxes."""
-    whole = torch.empty(row, dtype=torch.bfloat16, device="meta")
-    with torch.no_grad(), _MetaCopies() as mode:
-        try:
-            returned = list(to_hf_chunk(0, whole))
-        except Exception:  # a converter may raise anything on a tensor without data
-            return None
-    if mode.computed:
-        return None
-    memory = whole.untyped_storage()._cdata
+def _of_row(to_hf_chunk: Converter, row: tuple[int, ...]) -> list[tuple[str, FusedSlice]]:
+    """Returns what the converter makes of row 0."""
+    try:
+        traced = trace_converter(lambda rows: dict(to_hf_chunk(0, rows)), row, torch.bfloat16)
+    except Unsupported as error:
+        raise Unsupported(f"{error}. Pass the checkpoint tensors separately") from error
+    except Exception as error:
+        raise Unsupported(
+            f"the converter of a fused tensor does not run on a tensor of shape {row} without data "
+            f"({type(error).__name__}: {error}); pass the checkpoint tensors separately"
+        ) from error
     found = []
-    for name, view in returned:
-        if view.dtype != whole.dtype or view.untyped_storage()._cdata != memory:
-            return None
-        part = as_slice(int(view.storage_offset()), tuple(view.shape), tuple(view.stride()), row)
+    for name, result in traced.items():
+        part = _as_slice(result, row)
         if part is None:
-            return None
+            raise Unsupported(
+                f"the converter computes or reorders {name}: it is not a slice of a row of shape {row} with its "
+                "dimensions permuted. Pass the checkpoint tensors separately"
+            )
         found.append((name, part))
     return found
 
 
-class _MetaCopies(TorchDispatchMode):
-    """Returns the input of every copy: moved to another device or made contiguous, it has the same elements.
+def _as_slice(result: TracedResult, row: tuple[int, ...]) -> FusedSlice | None:
+    shape, boxes = result
 
-    computed  whether anything was computed or memory was written, which views do not show
-    """
+    def position(index: Sequence[int]) -> int:
+        """Returns where an element of the result is in the row; 0 if it comes from elsewhere."""
+        for box in boxes:
+            skipped = [i - a for i, a in zip(index, box.start, strict=True)]
+            if all(0 <= i < n for i, n in zip(skipped, box.size, strict=True)):
+                return box.write + sum(i * s for i, s in zip(skipped, box.stride, strict=True))
+        return 0
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.computed = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _COPIES and kwargs.get("dtype") in (None, args[0].dtype):
-            return args[0]
-        self.computed |= not func.is_view
-        return func(*args, **kwargs)
-
-
-def _from_indices(to_hf_chunk: Converter, row: tuple[int, ...]) -> list[tuple[str, FusedSlice]]:
-    """Runs the converter on a row of element indices, which then tell where each element went."""
-    elements = torch.Size(row).numel()
-    if 8 * elements > _MAX_INDEX_BYTES:
-        raise Unsupported(
-            f"the converter of a fused tensor with {elements:,} elements per row does more than slicing and "
-            "transposing; pass the checkpoint tensors separately"
-        )
-    try:
-        with torch.no_grad():
-            returned = [(name, tensor.cpu()) for name, tensor in to_hf_chunk(0, torch.arange(elements).view(row))]
-    except Exception as error:
-        raise Unsupported(
-            f"the converter of a fused tensor runs neither on a meta tensor nor on an int64 tensor of shape {row} "
-            f"({type(error).__name__}: {error}); pass the checkpoint tensors separately"
-        ) from error
-    return [(name, _from_index(name, indices, row)) for name, indices in returned]
-
-
-def _from_index(name: str, indices: torch.Tensor, row: tuple[int, ...]) -> FusedSlice:
-    part = None
-    if indices.dtype == torch.int64 and indices.numel():
-        first = indices[(0,) * indices.dim()]
-        strides = tuple(
-            int(indices[tuple(int(d == axis) for d in range(indices.dim()))] - first) if length > 1 else 0
-            for axis, length in enumerate(indices.shape)
-        )
-        expected = first.clone()
-        for length, stride in zip(indices.shape, strides, strict=True):
-            expected = expected.unsqueeze(-1) + stride * torch.arange(length)
-        if torch.equal(expected, indices):
-            part = as_slice(int(first), tuple(indices.shape), strides, row)
-    if part is None:
-        raise Unsupported(
-            f"the converter computes or reorders {name}: it is not a slice of a row of shape {row} with its dimensions "
-            "permuted. Pass the checkpoint tensors separately"
-        )
-    return part
+    first = position([0] * len(shape))
+    strides = tuple(
+        position([int(d == axis) for d in range(len(shape))]) - first if n > 1 else 0 for axis, n in enumerate(shape)
+    )
+    for box in boxes:
+        steps = zip(box.size, box.stride, strides, strict=True)
+        begins = first + sum(a * s for a, s in zip(box.start, strides, strict=True))
+        if box.write != begins or any(n > 1 and step != s for n, step, s in steps):
+            return None
+    complete = sum(math.prod(box.size) for box in boxes) == math.prod(shape)
+    return as_slice(first, shape, strides, row) if complete else None

@@ -187,6 +187,21 @@ def intersection(a: BoxMapping, b: BoxMapping) -> tuple[tuple[int, ...], tuple[i
     return tuple(start), tuple(count)
 
 
+def remainder(view: Geometry, others: Sequence[Geometry]) -> tuple[tuple[int, ...], list[BoxMapping]]:
+    """Returns the elements of a view that no other view has, as boxes of a shape, and that shape.
+
+    Raises TooFragmented.
+    """
+    views = (view, *others)
+    grid = grid_shape(max(g.span[1] for g in views), [s for g in views for s in g.stride])
+    left = to_boxes(IndexMap.flattening(view), grid, unit_steps=True)
+    for geometry in others:
+        for other in to_boxes(IndexMap.flattening(geometry), grid, unit_steps=True):
+            cut = [(box, intersection(box, other)) for box in left]
+            left = [part for box, common in cut for part in (box.subtract(*common) if common else [box])]
+    return grid, left
+
+
 def to_boxes(index_map: IndexMap, shape: Sequence[int], *, unit_steps: bool = False) -> list[BoxMapping]:
     """Returns the map as boxes of `shape`, whose contiguous storage it reads.
 

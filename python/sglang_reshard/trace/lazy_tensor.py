@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,9 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.torch_private import TorchDispatchMode
 from sglang_reshard.trace.geometry import BoxMapping, Geometry, IndexMap, grid_shape, intersection, to_boxes
+
+if TYPE_CHECKING:
+    from sglang_reshard.trace.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,27 +226,15 @@ def names_of(view: VersionedView) -> str:
     return ", ".join(dict.fromkeys(names)) or "constants"
 
 
-class Interpreter(Protocol):
-    """Interprets the operators of one trace, see `recorder`."""
-
-    device: torch.device
-
-    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-    def record_or_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-    def item(self, tensor: LazyTensor) -> float: ...
-
-
 class LazyTensor(torch.Tensor):
     """A view of a `LazyStorage`. `meta` is the same view of a meta tensor, so that torch computes the geometry."""
 
     meta: torch.Tensor
     lazy_storage: LazyStorage
-    recorder: Interpreter
+    recorder: Recorder
 
     @staticmethod
-    def __new__(cls, meta: torch.Tensor, storage: LazyStorage, recorder: Interpreter) -> LazyTensor:
+    def __new__(cls, meta: torch.Tensor, storage: LazyStorage, recorder: Recorder) -> LazyTensor:
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.size(),
@@ -288,7 +279,7 @@ class LazyTensor(torch.Tensor):
 class LiveWriteMode(TorchDispatchMode):
     """Passes every operator that this thread calls to the recorder."""
 
-    def __init__(self, recorder: Interpreter) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
 

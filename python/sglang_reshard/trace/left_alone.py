@@ -121,9 +121,9 @@ def _initial(model: torch.nn.Module, one: LeftAlone, root: str, values: InitialV
     too.
     """
     name = one.name.removeprefix(root)
-    if name not in values.parameters:  # SGLang wraps layers that LoRA adapters are for once the model is loaded
+    if name not in values:  # SGLang wraps layers that LoRA adapters are for once the model is loaded
         name = name.replace(".base_layer.", ".")
-    initial = values.parameters.get(name)
+    initial = values.get(name)
     if initial is None:
         owner = model.get_submodule(one.name.rpartition(".")[0])
         if getattr(owner, "quant_method", None) is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
@@ -19,17 +19,19 @@ def live_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield name, buffer
     for path, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if attribute in OWN_ATTRIBUTES:
-                continue
-            name = f"{path}.{attribute}" if path else attribute
-            if isinstance(value, torch.Tensor):
-                yield name, value
-            elif isinstance(value, (list, tuple, dict)):
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                for key, item in items:
-                    if isinstance(item, torch.Tensor):
-                        yield f"{name}.{key}", item
+        yield from tensors_among(f"{path}." if path else "", vars(module))
+
+
+def tensors_among(prefix: str, attributes: Mapping[str, object]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors among attributes of an object, and in lists, tuples and dicts that these are."""
+    for name, value in attributes.items():
+        if name in OWN_ATTRIBUTES:
+            continue
+        if isinstance(value, torch.Tensor):
+            yield prefix + name, value
+        elif isinstance(value, (list, tuple, dict)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{prefix}{name}.{k}", item) for k, item in items if isinstance(item, torch.Tensor))
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ A step is a fill, or the operators that the loader has called, compiled to a fun
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,15 +14,7 @@ import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Region
-from sglang_reshard.trace.geometry import (
-    MAX_BOXES,
-    Geometry,
-    IndexMap,
-    TooFragmented,
-    grid_shape,
-    intersection,
-    to_boxes,
-)
+from sglang_reshard.trace.geometry import MAX_BOXES, Geometry, IndexMap, TooFragmented, remainder, to_boxes
 from sglang_reshard.trace.lazy_tensor import (
     CheckpointTensor,
     LazyStorage,
@@ -66,9 +58,9 @@ class Lowering:
         if isinstance(content, VersionedView):
             view = VersionedView(content.storage, content.version, index_map.read_view, content.dtype)
             value = self._compile(view)
-            if not view.writes and view.storage.base is record.storage:
-                value = _cloned(value)  # it is written where it is read
-            self.steps.append(Step(target, f"from {names_of(content)}", lambda: to.copy_(value({}))))
+            in_place = not view.writes and view.storage.base is record.storage  # it is written where it is read
+            write = (lambda: to.copy_(value({}).clone())) if in_place else (lambda: to.copy_(value({})))
+            self.steps.append(Step(target, f"from {names_of(content)}", write))
         else:
             self.steps.append(Step(target, f"fill {content}", partial(to.fill_, content)))
 
@@ -195,10 +187,6 @@ def _constant(tensor: torch.Tensor) -> Expression:
     return lambda values: tensor
 
 
-def _cloned(value: Expression) -> Expression:
-    return lambda values: value(values).clone()
-
-
 def _strided(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     return tensor.as_strided(geometry.size, geometry.stride, geometry.offset)
 
@@ -230,7 +218,12 @@ def drop_overwritten_fills(records: Sequence[Record]) -> list[Record]:
             if j > i and not isinstance(r.content, VersionedView) and r.dtype.itemsize == record.dtype.itemsize
         ]
         later = [g for g in later if g.span[0] < filled.span[1] and filled.span[0] < g.span[1]]
-        kept += _remainder(record, filled, later) if later else [record]
+        if not later:
+            kept.append(record)
+            continue
+        grid, left = remainder(filled, later)
+        maps = (IndexMap.flattening(box.index_map(grid).read_view).inverted() for box in left)
+        kept += [record._replace(index_map=index_map) for index_map in maps]
     return kept
 
 
@@ -251,15 +244,3 @@ def drop_repeated_writes(records: Sequence[Record]) -> list[Record]:
             seen.add(write)
         kept.append(record)
     return kept
-
-
-def _remainder(record: Record, filled: Geometry, later: Sequence[Geometry]) -> Iterator[Record]:
-    numel = max(g.span[1] for g in (filled, *later))
-    grid = grid_shape(numel, [s for g in (filled, *later) for s in g.stride])
-    left = to_boxes(IndexMap.flattening(filled), grid, unit_steps=True)
-    for geometry in later:
-        for written in to_boxes(IndexMap.flattening(geometry), grid, unit_steps=True):
-            cut = [(box, intersection(box, written)) for box in left]
-            left = [part for box, common in cut for part in (box.subtract(*common) if common else [box])]
-    for box in left:
-        yield record._replace(index_map=IndexMap.flattening(box.index_map(grid).read_view).inverted())

@@ -18,14 +18,13 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.built_modules import HELPERS, BuiltModule, built_module
 from sglang_reshard.trace.geometry import Geometry
 from sglang_reshard.trace.lazy_tensor import CheckpointTensor, Number
-from sglang_reshard.trace.live import OWN_ATTRIBUTES, flat_view, storage_key
+from sglang_reshard.trace.live import flat_view, storage_key, tensors_among
 from sglang_reshard.trace.loader import Loaded, Pass
 from sglang_reshard.trace.memory import Record, geometry_of
 from sglang_reshard.trace.post_load import Run as PostLoad
 from sglang_reshard.trace.program import Program, Step
 
 _ALIGN_BYTES = 256
-_REGISTERS = ("_parameters", "_buffers")
 
 
 class _Output(NamedTuple):
@@ -358,35 +357,25 @@ def _view(flat: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     return flat.as_strided(geometry.size, geometry.stride, flat.storage_offset() + geometry.offset)
 
 
-def _tables(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields prefix and dictionary of the values that a module and its helpers keep."""
+def _tables(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """Returns the attributes of a module, under "", and of its helpers."""
     attributes = vars(module)
-    for register in _REGISTERS:
-        yield "", attributes[register]
-    yield "", {k: v for k, v in attributes.items() if k not in OWN_ATTRIBUTES}
-    for name in HELPERS:
-        helper = attributes.get(name)
-        if helper is not None and hasattr(helper, "__dict__"):
-            yield f"{name}.", vars(helper)
+    helpers = [(name, attributes.get(name)) for name in HELPERS]
+    return {"": attributes, **{f"{name}.": vars(helper) for name, helper in helpers if hasattr(helper, "__dict__")}}
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors that a module and its helpers keep, with their paths."""
-    for prefix, table in _tables(module):
-        for name, value in table.items():
-            if isinstance(value, torch.Tensor):
-                yield prefix + name, value
-            elif isinstance(value, (list, tuple, dict)):
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                yield from ((f"{prefix}{name}.{k}", item) for k, item in items if isinstance(item, torch.Tensor))
+    for register in (module._parameters, module._buffers):
+        yield from tensors_among("", register)
+    for prefix, table in _tables(module).items():
+        yield from tensors_among(prefix, table)
 
 
 def _new_numbers(made: torch.nn.Module, live: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Number]]:
     """Yields the numbers of `made` that `live` has with another value."""
-    attributes = vars(live)
-    tables = [attributes, *(vars(attributes[name]) for name in HELPERS if hasattr(attributes.get(name), "__dict__"))]
-    others = [vars(made), *(vars(vars(made)[name]) for name in HELPERS if hasattr(attributes.get(name), "__dict__"))]
-    for table, other in zip(tables, others, strict=True):
-        for name, value in other.items():
-            if type(value) in (int, float) and type(table.get(name)) is type(value) and table[name] != value:
+    others = _tables(made)
+    for prefix, table in _tables(live).items():
+        for name, value in others[prefix].items():
+            if {type(value), type(table.get(name))} in ({int}, {float}) and table[name] != value:
                 yield table, name, value
