@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.block_formats import FP8, MXFP8, Blocks, quantize_blocks
 from sglang_reshard.trace.block_fp8 import _Quantizer
 from sglang_reshard.trace.live_shards import live_shards
-from sglang_reshard.trace.live_signature import LiveSignature
 from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
 from support.sweep import examples

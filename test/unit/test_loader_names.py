@@ -15,7 +15,7 @@ from sglang_reshard.engine.target_planning import LoaderNames
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, Mismatch
 from sglang_reshard.layout.names import Renaming, is_held_back
-from sglang_reshard.trace.names_read import NamesRead
+from sglang_reshard.trace.loader import NamesRead
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 

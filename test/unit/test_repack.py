@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
 from sglang_reshard.trace.block_formats import quantize_blocks
 from sglang_reshard.trace.built_modules import note_copies, remember
-from sglang_reshard.trace.live_signature import LiveSignature
 from sglang_reshard.trace.tracer import trace
 from support.toy_repacking import (
     BlockLinear,

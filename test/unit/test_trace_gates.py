@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
+from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.live_signature import LiveSignature
 from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
 from toy_loader import Toy, contents

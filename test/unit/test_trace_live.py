@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_reshard.trace.live_signature import LiveSignature
+from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.trace.tracer import trace
 from tools.oracle.replay import replay
 from toy_loader import specs_of
@@ -108,7 +108,7 @@ def test_where_nothing_changed_no_module_is_walked(monkeypatch, change):
     remembered = LiveSignature(model)
     before = remembered.current()
     exec(change, globals(), {"model": model})
-    monkeypatch.setattr("sglang_reshard.trace.live_signature.live_tensors", None)  # a call would fail
+    monkeypatch.setattr("sglang_reshard.derived.live_signature.live_tensors", None)  # a call would fail
     assert remembered.current() == before
 
 
@@ -118,7 +118,7 @@ def test_a_change_that_does_not_count_is_looked_at_once(monkeypatch):
     before = remembered.current()
     model.later = model.first.weight.data
     assert remembered.current() == before
-    monkeypatch.setattr("sglang_reshard.trace.live_signature.live_tensors", None)
+    monkeypatch.setattr("sglang_reshard.derived.live_signature.live_tensors", None)
     assert remembered.current() == before
 
 

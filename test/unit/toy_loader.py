@@ -2,9 +2,9 @@
 
 import torch
 
+from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.live import live_tensors
-from sglang_reshard.trace.live_signature import LiveSignature
 from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
 from tools.oracle.replay import replay

@@ -18,8 +18,8 @@ from sglang_reshard.derived.laziness import is_made_of_values, makers, owners
 from sglang_reshard.derived.loaded_state import Change
 from sglang_reshard.torch_private import TorchDispatchMode
 from sglang_reshard.trace.lazy_tensor import tensors_in
-from sglang_reshard.trace.live import storage_key
-from sglang_reshard.trace.recorder import written_arguments
+from sglang_reshard.trace.live import same_bits, storage_key
+from sglang_reshard.trace.recorder import written_tensors
 
 
 class Remake(NamedTuple):
@@ -43,22 +43,17 @@ class Remake(NamedTuple):
             self.of.table.put(self.of.key, self.tensor)
 
 
-class Rehearsed(NamedTuple):
-    """The outcome of a rehearsal: what makes the tensor again, or why nothing does; neither if no weight is in it."""
-
-    remake: Remake | None = None
-    refusal: str = ""
-
-
-def rehearse(derived: Change, guards: Sequence[Change], weights: Collection[int]) -> Rehearsed:
+def rehearse(derived: Change, guards: Sequence[Change], weights: Collection[int]) -> Remake | str:
     """Tries the methods that may make `derived`, and leaves everything as it was. A number is never made in place.
 
     guards   what is restored with it
     weights  storages of all parameters and buffers, by `storage_key`
+
+    Returns what makes the tensor again, or why nothing does: empty if no weight is in it.
     """
     tensor = derived.value
     if not isinstance(tensor, (torch.Tensor, float)) or derived.table.kind != "attributes":
-        return Rehearsed(refusal="it is not an attribute that a method of the model computes")
+        return "it is not an attribute that a method of the model computes"
     values = [guard.value for guard in guards]
     refusal = "no method computes it without the inputs of a forward pass"
     for maker in [getattr(owner, n) for owner in owners(derived.table) for n in makers(owner, derived.key) if n]:
@@ -74,13 +69,13 @@ def rehearse(derived: Change, guards: Sequence[Change], weights: Collection[int]
         if made is None or made is derived.before:
             continue
         if not of_weights and not is_made_of_values(derived):
-            return Rehearsed()
+            return ""
         if isinstance(made, float) or isinstance(tensor, float):
-            return Rehearsed(refusal=f"{maker.__name__} computes a number, which CUDA graphs have captured")
-        if _form(made) == _form(tensor) and _equal(made, tensor):
-            return Rehearsed(Remake(derived, tuple(guards), tensor, maker))
+            return f"{maker.__name__} computes a number, which CUDA graphs have captured"
+        if _form(made) == _form(tensor) and same_bits(made, tensor):
+            return Remake(derived, tuple(guards), tensor, maker)
         refusal = f"{maker.__name__} computes another tensor from the same weights"
-    return Rehearsed(refusal=refusal)
+    return refusal
 
 
 def _made(changes: Sequence[Change], method: Any, weights: Collection[int]) -> tuple[torch.Tensor | float | None, bool]:
@@ -146,10 +141,8 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for written in written_arguments(func, args, kwargs):
-            for tensor in written if isinstance(written, (list, tuple)) else (written,):
-                if isinstance(tensor, torch.Tensor) and storage_key(tensor) in self._weights:
-                    raise RuntimeError(f"{func} writes to a weight")
+        if any(storage_key(tensor) in self._weights for tensor in written_tensors(func, args, kwargs)):
+            raise RuntimeError(f"{func} writes to a weight")
         keys = map(storage_key, tensors_in(args, kwargs))
         of_weights = any(key in self._weights or key in self.derived for key in keys)
         out = func(*args, **kwargs)
@@ -164,7 +157,3 @@ class _Watch(TorchDispatchMode):
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))

@@ -15,7 +15,7 @@ from sglang_reshard.trace.block_formats import FP8, WHOLE, Blocks, blocks_of
 from sglang_reshard.trace.block_fp8 import quantize_on_arrival
 from sglang_reshard.trace.built_modules import modules_as_built
 from sglang_reshard.trace.lazy_tensor import checkpoint_tensors
-from sglang_reshard.trace.loader import Loaded, Loader, run_loader
+from sglang_reshard.trace.loader import Loaded, Loader
 from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.program import Program, torch_dtype
 from sglang_reshard.trace.repack import check_deferred, repack_on_arrival, repacked_modules, split_records
@@ -104,10 +104,7 @@ def refusal_of_nvfp4(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> str
         return ""
     loader = ConvertingLoader(model)
     with loader.prepared():
-        recorder = loader.recorder()
-        with suppress(ReshardError):
-            run_loader(model, specs, recorder)
-    taken = {tensor.spec.name for record in recorder.records for tensor in checkpoint_tensors(record.content)}
+        taken, _ = loader.names_read(specs)
     for spec in without_scales(specs, "_scale", WHOLE):
         method = next((method for parent, method in layers.items() if spec.name.startswith(parent)), "")
         if method and spec.name not in taken:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.sources.module import persistent_buffers
+from sglang_reshard.torch_private import persistent_buffers
 from sglang_reshard.trace.geometry import Geometry, TooFragmented, remainder
 from sglang_reshard.trace.lazy_tensor import CheckpointTensor, LiveStorage, VersionedView, leaves
 from sglang_reshard.trace.live import storage_key

@@ -121,9 +121,9 @@ def check_coverage(
     model: torch.nn.Module,
     storages: dict[int, LiveStorage],
     records: Sequence[Record],
-    as_built: Collection[int] = (),
-    stock: StockLoad | None = None,
-    may_stay: Callable[[str], bool] = lambda name: False,
+    as_built: Collection[int],
+    stock: StockLoad,
+    may_stay: Callable[[str], bool],
 ) -> tuple[list[LeftAlone], list[str]]:
     """Raises Unsupported unless every parameter is written exactly once, or may stay as it is.
 
@@ -150,7 +150,7 @@ def check_coverage(
         if parameter.numel() and (key in storages or parameter.device.type != "meta"):
             parameters[storages[key]].append((name, parameter.data))
     keeps_unsent = getattr(model, "keeps_unsent", False)
-    check = _Check(stock or StockLoad((), records, None, lambda *_: ()))
+    check = _Check(stock)
     for storage in dict.fromkeys((*parameters, *written)):
         if storage in written:
             check.written(storage, parameters[storage], written[storage], only_whole.get(storage, ""))
@@ -184,20 +184,13 @@ def _updates_in_place(record: Record) -> bool:
 
 
 class _Gap(NamedTuple):
-    """Elements that nothing writes and that may not stay.
+    """Elements that nothing writes and that may not stay."""
 
-    what        says so, and begins the error
-    storage     the name of theirs
-    filled_by   tensors of the engine's own checkpoint that fill them, and that are not sent
-    only_whole  why no part of the storage may stay; empty if it may
-    written     what writes the rest of it
-    """
-
-    what: str
+    what: str  # begins the error
     storage: str
-    filled_by: Sequence[str]
-    only_whole: str
-    written: Sequence[Record] = ()
+    filled_by: Sequence[str]  # tensors of the engine's own checkpoint, which are not sent
+    only_whole: str  # why no part of the storage may stay; empty if it may
+    written: Sequence[Record] = ()  # the rest of it
 
 
 class _Check:
@@ -300,7 +293,7 @@ class _Check:
     def _shared(self, storage: LiveStorage) -> str:
         """Returns the name of a storage of the same module that several tensors of a start share; empty if none is."""
         path = storage.name.rpartition(".")[0]
-        of_module = (item for item in (self._stock.writes() or {}).items() if item[0].rpartition(".")[0] == path)
+        of_module = (item for item in (self._stock.writes or {}).items() if item[0].rpartition(".")[0] == path)
         return next((name for name, fills in of_module if _share_elements(fills)), "")
 
     def _advice(self, gap: _Gap) -> str:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -261,13 +260,7 @@ def _boxes_from_zero(
     return tuple(done)
 
 
-@contextmanager
-def boxes_forgotten() -> Iterator[None]:
-    """Frees at its end what `to_boxes` has kept, as equal layers and experts have equal boxes."""
-    try:
-        yield
-    finally:
-        _boxes_from_zero.cache_clear()
+forget_boxes = _boxes_from_zero.cache_clear  # which `to_boxes` keeps, as equal layers and experts have equal boxes
 
 
 def _unrolled(read: int, write: int, loops: tuple[Loop, ...], loop: Loop) -> list[IndexMap]:

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 
 import torch
 
-from sglang_reshard.sources.module import persistent_buffers
+from sglang_reshard.torch_private import persistent_buffers
 from sglang_reshard.trace.kv_scales import is_scale
 
 _KEPT = "_reshard_initial_values"  # the attribute of a model that has them

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -21,9 +21,6 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.torch_private import TorchDispatchMode
 from sglang_reshard.trace.geometry import BoxMapping, Geometry, IndexMap, grid_shape, intersection, to_boxes
-
-if TYPE_CHECKING:
-    from sglang_reshard.trace.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +133,10 @@ def origins(view: VersionedView, index_map: IndexMap, casts: tuple[torch.dtype, 
             return
         if write.geometry.numel == 0:
             continue
-        for written in to_boxes(_index_map_of(write), grid, unit_steps=True):
+        # Maps the written storage, as the source, to the content.
+        of_content = (0, write.geometry.size, (0,) * len(write.geometry.size))
+        content = write.content.geometry if isinstance(write.content, VersionedView) else Geometry(*of_content)
+        for written in to_boxes(IndexMap.between(write.geometry, content), grid, unit_steps=True):
             still: list[BoxMapping] = []
             for box in left:
                 common = intersection(box, written)
@@ -151,13 +151,6 @@ def origins(view: VersionedView, index_map: IndexMap, casts: tuple[torch.dtype, 
     unwritten = VersionedView(storage, 0, view.geometry, view.dtype)
     for box in left:
         yield Origin(unwritten, box.index_map(grid), casts)
-
-
-def _index_map_of(write: Write) -> IndexMap:
-    """Maps the written storage (as the source) to the content (as the destination)."""
-    if isinstance(write.content, VersionedView):
-        return IndexMap.between(write.geometry, write.content.geometry)
-    return IndexMap.between(write.geometry, Geometry(0, write.geometry.size, (0,) * len(write.geometry.size)))
 
 
 def _through(
@@ -195,12 +188,10 @@ def leaves(view: VersionedView, seen: set[tuple[int, int]] | None = None) -> Ite
             yield from leaves(write.content, seen)
 
 
-def checkpoint_tensors(content: object) -> Iterator[CheckpointTensor]:
-    """Yields the checkpoint tensors that the content of a record depends on."""
-    if isinstance(content, CheckpointTensor):
-        yield content
-    elif isinstance(content, VersionedView):
-        yield from (leaf.storage.base for leaf in leaves(content) if isinstance(leaf.storage.base, CheckpointTensor))
+def checkpoint_tensors(content: object) -> list[CheckpointTensor]:
+    """Returns the checkpoint tensors that the content of a record depends on."""
+    bases = [leaf.storage.base for leaf in leaves(content)] if isinstance(content, VersionedView) else [content]
+    return [base for base in bases if isinstance(base, CheckpointTensor)]
 
 
 def unwritten_view(storage: LazyStorage) -> VersionedView:
@@ -226,15 +217,27 @@ def names_of(view: VersionedView) -> str:
     return ", ".join(dict.fromkeys(names)) or "constants"
 
 
+class Interpreter(Protocol):
+    """Interprets the operators of one trace, see `recorder`."""
+
+    device: torch.device
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def record_or_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def item(self, tensor: LazyTensor) -> float: ...
+
+
 class LazyTensor(torch.Tensor):
     """A view of a `LazyStorage`. `meta` is the same view of a meta tensor, so that torch computes the geometry."""
 
     meta: torch.Tensor
     lazy_storage: LazyStorage
-    recorder: Recorder
+    recorder: Interpreter
 
     @staticmethod
-    def __new__(cls, meta: torch.Tensor, storage: LazyStorage, recorder: Recorder) -> LazyTensor:
+    def __new__(cls, meta: torch.Tensor, storage: LazyStorage, recorder: Interpreter) -> LazyTensor:
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.size(),
@@ -279,7 +282,7 @@ class LazyTensor(torch.Tensor):
 class LiveWriteMode(TorchDispatchMode):
     """Passes every operator that this thread calls to the recorder."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Interpreter) -> None:
         super().__init__()
         self.recorder = recorder
 

@@ -73,6 +73,11 @@ def live_storages(
     return storages
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns whether two tensors of one dtype and shape have the same bits."""
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+
+
 def flat_view(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns the whole storage of a tensor as a 1-D tensor of `dtype`."""
     storage = tensor.untyped_storage()

@@ -27,7 +27,7 @@ from sglang_reshard.trace.lazy_tensor import (
     unwritten_view,
 )
 from sglang_reshard.trace.live import flat_view
-from sglang_reshard.trace.memory import Record
+from sglang_reshard.trace.memory import Record, geometry_of
 from sglang_reshard.trace.program import Copy, Step, check_cast, torch_dtype
 from sglang_reshard.trace.recorder import map_leaves
 
@@ -145,7 +145,8 @@ class Lowering:
             if key in values:
                 return values[key]
             tensor = start(values) if start is not None else None
-            if tensor is None or writes or not _is_laid_out(tensor, layout):
+            # A kernel may have chosen other strides than on the meta device, which views are based on.
+            if tensor is None or writes or geometry_of(tensor) != layout:
                 whole = _strided(torch.empty(layout.span[1], dtype=storage.dtype, device=self._device), layout)
                 if tensor is not None:
                     whole.copy_(tensor)
@@ -189,11 +190,6 @@ def _constant(tensor: torch.Tensor) -> Expression:
 
 def _strided(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     return tensor.as_strided(geometry.size, geometry.stride, geometry.offset)
-
-
-def _is_laid_out(tensor: torch.Tensor, layout: Geometry) -> bool:
-    """Returns False if a kernel has chosen other strides than on the meta device, which views are based on."""
-    return (tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) == layout
 
 
 def drop_overwritten_fills(records: Sequence[Record]) -> list[Record]:

@@ -18,12 +18,12 @@ import torch
 from drafts import sent_with_draft, with_draft
 from layout_kinds import layout_kinds
 from sglang_reshard.cli.plan.sglang_model import build_rank, choose_code_paths, import_before_forks
+from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.errors import ReshardError, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.patches import repacking
 from sglang_reshard.trace.live import live_tensors, storage_key
 from sglang_reshard.trace.live_shards import live_shards
-from sglang_reshard.trace.live_signature import LiveSignature
 from sglang_reshard.trace.program import Copy, Program
 from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace

@@ -14,10 +14,10 @@ from pair_models import weights
 from pairs import Pair, Placing
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.cli.plan.sglang_model import build_rank
+from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.live_signature import LiveSignature
 from support.live_memory import differing, fill_with_garbage
 from support.nixl_env import use_nixl
 from support.world import Requests, Trainer

@@ -93,7 +93,10 @@ class Part:
         """The places to try; none if all of its names are read as they are."""
         if self.prefix in self.whole:
             return []
-        return [place for place in (self.prefix, *_other_places(self.prefix)) if place not in self.read]
+        whole = _whole(self.prefix)
+        default = tuple(other + self.prefix.removeprefix(whole) for other in _WHOLES)
+        places = next((places for places in _PLACES if self.prefix in places), default)
+        return [place for place in dict.fromkeys((self.prefix, *places)) if place not in self.read]
 
     @property
     def best(self) -> str:
@@ -136,16 +139,13 @@ def rename_of(
 
     given, bare  the names with and without the prefixes of wrappers
     """
-    moved = [part for part in parts if at[part.prefix] != part.prefix]
-    return {_own_prefix(given[n], bare[n], part.prefix): at[part.prefix] for part in moved for n in part.of}
-
-
-def _own_prefix(given: str, bare: str, prefix: str) -> str:
-    """Returns the prefix together with the wrappers' before it."""
-    modules = given.split(".")
-    rests = (".".join(modules[n:]) for n in range(len(modules)))
-    rest = next((r for r in rests if r.startswith(prefix) and bare in (r, *unwrapped(r))), given)
-    return given.removesuffix(rest) + prefix
+    found = {}
+    for prefix, n in [(part.prefix, n) for part in parts if at[part.prefix] != part.prefix for n in part.of]:
+        modules = given[n].split(".")
+        rests = (".".join(modules[m:]) for m in range(len(modules)))
+        rest = next((r for r in rests if r.startswith(prefix) and bare[n] in (r, *unwrapped(r))), given[n])
+        found[given[n].removesuffix(rest) + prefix] = at[prefix]  # with the wrappers' before it
+    return found
 
 
 def _prefix(name: str, nested: bool) -> str:
@@ -160,11 +160,3 @@ def _prefix(name: str, nested: bool) -> str:
 
 def _whole(name: str) -> str:
     return max((whole for whole in _WHOLES if name.startswith(whole)), key=len)
-
-
-def _other_places(prefix: str) -> tuple[str, ...]:
-    places = next((places for places in _PLACES if prefix in places), None)
-    if places is None:
-        part = prefix.removeprefix(_whole(prefix))
-        places = tuple(whole + part for whole in _WHOLES)
-    return tuple(place for place in places if place != prefix)

@@ -24,7 +24,7 @@ from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.names import held_back, matches_any
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.shown_names import some_names
-from sglang_reshard.trace.names_read import NamesRead
+from sglang_reshard.trace.loader import NamesRead
 
 _ROUNDS = 8  # in which names lose their wrappers; each runs the loader once
 _PLACES_TRIED = 32  # for all parts of a model together; each runs the loader once
@@ -74,13 +74,9 @@ def find_names(layout: str, given: Sequence[str], ignore: Sequence[str], probe: 
     if names == tuple(given):
         return LoaderNames(layout, hint=hint)
     digest = hashlib.sha256(msgspec.msgpack.encode(names)).hexdigest()
-    return LoaderNames(layout, tuple(given), names, hint, digest, _remark(given, names))
-
-
-def _remark(given: Sequence[str], names: Sequence[str]) -> str:
     pairs = zip(given, names, strict=True)
     changed = [f"{old} is read as {new}" for old, new in pairs if new not in (old, held_back(old))]
-    return some_names(changed) if changed else ""
+    return LoaderNames(layout, tuple(given), names, hint, digest, some_names(changed) if changed else "")
 
 
 def reading(found: NamesRead, names: Sequence[str]) -> Reading:
