@@ -170,6 +170,6 @@ def partition(where: str, name: str, parameter: Any) -> tuple[torch.Tensor, Flat
 
 
 def equal_ranges(groups: Iterable[Sequence[int]], size: int, total: int) -> tuple[tuple[int, int, int], ...]:
-    """Returns the `ranges` of a buffer of `total` elements, of which each group's ranks hold `size` each, in order."""
+    """Returns the `ranges` of a buffer of `total` elements. Each rank of a group holds `size` of them, in order."""
     numbered = ((number * size, rank) for group in groups for number, rank in enumerate(group))
     return tuple((rank, min(begin, total), min(begin + size, total)) for begin, rank in numbered)
