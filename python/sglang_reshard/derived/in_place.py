@@ -8,8 +8,8 @@ weights, is shown before the first update: it has to leave the same bits.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -84,8 +84,15 @@ def _made(changes: Sequence[Change], method: Any, weights: Collection[int]) -> t
         change.restore()
     method = getattr(method, "_torchdynamo_orig_callable", method)
     mode = _Watch(weights)
-    with torch.no_grad(), mode, _ended_by_inputs():
-        method(*_inputs(method))
+    required = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(method).parameters.values()
+    inputs = [_Input() for p in parameters if p.kind in required and p.default is p.empty]
+    with torch.no_grad(), mode, suppress(_InputUsed):
+        try:
+            method(*inputs)
+        except TypeError as error:  # of an operator of torch's that was given one
+            if _Input.__name__ not in str(error):
+                raise
     made = changes[0].value
     if isinstance(made, float):
         return made, mode.read
@@ -105,23 +112,6 @@ class _Input:
         raise _InputUsed
 
     __getattribute__ = __getitem__ = __bool__ = __iter__ = __len__ = _end
-
-
-def _inputs(method: Any) -> list[_Input]:
-    required = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(method).parameters.values()
-    return [_Input() for p in parameters if p.kind in required and p.default is p.empty]
-
-
-@contextmanager
-def _ended_by_inputs() -> Iterator[None]:
-    try:
-        yield
-    except _InputUsed:
-        pass
-    except TypeError as error:  # of an operator of torch's that was given one
-        if _Input.__name__ not in str(error):
-            raise
 
 
 class _Watch(TorchDispatchMode):

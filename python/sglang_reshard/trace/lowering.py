@@ -17,7 +17,6 @@ from sglang_reshard.layout.regions import Region
 from sglang_reshard.trace.geometry import MAX_BOXES, Geometry, IndexMap, TooFragmented, remainder, to_boxes
 from sglang_reshard.trace.lazy_tensor import (
     CheckpointTensor,
-    LazyStorage,
     LiveStorage,
     OpOutput,
     VersionedView,
@@ -133,8 +132,14 @@ class Lowering:
 
     def _compile_contents(self, view: VersionedView) -> Expression:
         """Returns the whole storage of a view, laid out as `storage.layout` says."""
-        storage, layout = view.storage, view.storage.layout
-        start = self._compile_base(storage)
+        storage, layout, base = view.storage, view.storage.layout, view.storage.base
+        start: Expression | None = None
+        if isinstance(base, torch.Tensor):
+            start = _constant(base)
+        elif isinstance(base, OpOutput):
+            start = self._compile_call(base)
+        elif base is not None:
+            start = self._compile(unwritten_view(storage))
         writes: list[tuple[Geometry, Any]] = [
             (w.geometry, self._compile(w.content) if isinstance(w.content, VersionedView) else w.content)
             for w in view.writes
@@ -160,16 +165,6 @@ class Lowering:
             return tensor
 
         return contents
-
-    def _compile_base(self, storage: LazyStorage) -> Expression | None:
-        base = storage.base
-        if base is None:
-            return None
-        if isinstance(base, torch.Tensor):
-            return _constant(base)
-        if isinstance(base, OpOutput):
-            return self._compile_call(base)
-        return self._compile(unwritten_view(storage))
 
     def _compile_call(self, call: OpOutput) -> Expression:
         compiled = {operand: self._compile(operand) for operand in operands(call)}
