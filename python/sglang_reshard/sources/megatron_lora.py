@@ -169,12 +169,11 @@ def _tensors_of(part: _Part, trainer_rank: int) -> Iterator[Listed]:
             f"dim={part.module.dim}; its tensor parallel group is not that of linear_in"
         )
     rows = _rows(part, linear_out.shape[0] * part.tp_size)
-    shardings_b = _lora_b(rows, tuple(linear_out.shape), part.tp_rank, trainer_rank)
+    shardings_b = dict(_lora_b(rows, tuple(linear_out.shape), part.tp_rank, trainer_rank))
     for projection in part.projections:
         yield f"{prefix}{projection}.lora_A.weight", linear_in, sharding_a
-        for found, sharding in shardings_b:
-            if found == projection:
-                yield f"{prefix}{projection}.lora_B.weight", linear_out, sharding
+        if projection in shardings_b:
+            yield f"{prefix}{projection}.lora_B.weight", linear_out, shardings_b[projection]
 
 
 def _rows(part: _Part, total: int) -> tuple[_Rows, ...]:

@@ -82,7 +82,12 @@ class BlockWeights:
             for output in member.outputs:
                 whole = quantizer.scales if output.is_scale else quantizer.quantized
                 value = whole[own].view(*output.stacked, *whole.shape[1:])[output.slices]
-                quantizer.add_output(output.copy.destination(targets[output.copy.target]), value)
+                destination = output.copy.destination(targets[output.copy.target])
+                if value.dtype == FP8:  # copied as what every device copies
+                    destination, value = destination.view(torch.uint8), value.view(torch.uint8)
+                destinations, values = quantizer.outputs.setdefault(value.dtype, ([], []))
+                destinations.append(destination)
+                values.append(value)
             first = own.stop
         return quantizer.run
 
@@ -93,6 +98,7 @@ class _Quantizer:
     quantized  [n, rows, columns] in items of the format, at the beginning of the memory of the unquantized weights
     scales     [n, blocks of rows, blocks of columns]
     whole      scales of whole weights, in order, for formats with them; read when it runs
+    outputs    destinations and values to copy to them, by dtype
     """
 
     def __init__(self, weights: torch.Tensor, blocks: Blocks) -> None:
@@ -103,14 +109,7 @@ class _Quantizer:
         scales = blocks.scales_shape(weights.shape)
         self.scales = torch.empty(scales, dtype=blocks.scale_dtype, device=weights.device)
         self.whole: list[torch.Tensor] = []
-        self._outputs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-
-    def add_output(self, destination: torch.Tensor, value: torch.Tensor) -> None:
-        if value.dtype == FP8:  # copied as what every device copies
-            destination, value = destination.view(torch.uint8), value.view(torch.uint8)
-        destinations, values = self._outputs.setdefault(value.dtype, ([], []))
-        destinations.append(destination)
-        values.append(value)
+        self.outputs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def run(self) -> None:
         count, rows, columns = self._weights.shape
@@ -126,7 +125,7 @@ class _Quantizer:
             quantized, scales = self._blocks.quantize(self._weights[part], of_part)
             self.quantized[part].copy_(quantized)
             self.scales[part[0], top // down : top // down + scales.shape[1]] = scales
-        for destinations, values in self._outputs.values():
+        for destinations, values in self.outputs.values():
             torch._foreach_copy_(destinations, values)
 
 

@@ -46,8 +46,8 @@ def check_quantized(
         }
         if written.keys().isdisjoint(siblings) or name.endswith(_INDEPENDENT):
             continue
-        own = next((storage for storage, other in siblings.items() if other == name.rpartition(".")[2]), None)
-        fills = stock.fills(own.name) if own is not None and not part else None
+        own = [storage.name for storage, other in siblings.items() if other == name.rpartition(".")[2]]
+        fills = stock.fills(own[0]) if own and not part else ()
         of = {source.rpartition(".")[0] for source in ([part] if part else source_names(fills or ()))}
         changed = [
             source
