@@ -1,9 +1,9 @@
 """Detects, at every update, changes of a model's live tensors, after which its loader must be traced again.
 
-`live_signature` walks all modules in Python, which takes tens of milliseconds for thousands of them. `LiveSignature`
-keeps the result of such a walk and compares it column by column (the names of all attributes, the types of all values,
-all addresses), with `map` and `chain` instead of Python code per module. Any difference, even one that does not change
-the signature, leads to a new walk. `Writes` notices changes of values, as far as torch counts them.
+A walk over all modules in Python takes tens of milliseconds for thousands of them. `LiveSignature` keeps the result of
+such a walk and compares it column by column (the names of all attributes, the types of all values, all addresses), with
+`map` and `chain` instead of Python code per module. Any difference, even one that does not change the signature, leads
+to a new walk. `Writes` notices changes of values, as far as torch counts them.
 """
 
 from __future__ import annotations
@@ -26,25 +26,11 @@ _REGISTERS = tuple(map(operator.itemgetter, ("_parameters", "_buffers", "_module
 _values: Callable[[Any], Iterable[Any]] = operator.methodcaller("values")
 
 
-def live_signature(model: torch.nn.Module) -> int:
-    """Returns a number that changes when a live tensor is moved, reshaped, added or removed.
+class LiveSignature:
+    """A number that changes when a live tensor is moved, reshaped, added or removed.
 
     Comparable within one process only. Independent of the tensors' values, and of further paths to a tensor: MLA adds
-    one to a parameter in its first forward pass.
-    """
-    return _signature(live_tensors(model))
-
-
-def _signature(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    first_path: dict[tuple[object, ...], str] = {}
-    for path, t in tensors:
-        if t.layout is torch.strided:
-            first_path.setdefault((t.data_ptr(), tuple(t.shape), t.stride(), t.dtype), path)
-    return hash(tuple(first_path.items()))  # of a tuple, so that the order counts
-
-
-class LiveSignature:
-    """`live_signature(model)`, computed again only when something has changed. Keeps no submodule and no tensor alive.
+    one to a parameter in its first forward pass. Keeps no submodule and no tensor alive.
 
     While all names and types are unchanged, tensors are at the same positions among the values and under the same
     paths. They need not be the same objects then, only at the same addresses.
@@ -62,7 +48,11 @@ class LiveSignature:
         if not self._known or not self._unchanged():
             self.walk += 1
             tensors = list(live_tensors(self._model))
-            self._signature = _signature(tensors)
+            first_path: dict[tuple[object, ...], str] = {}
+            for path, t in tensors:
+                if t.layout is torch.strided:
+                    first_path.setdefault((t.data_ptr(), tuple(t.shape), t.stride(), t.dtype), path)
+            self._signature = hash(tuple(first_path.items()))  # of a tuple, so that the order counts
             # A tensor that is not strided has no address to be recognized by.
             self._known = all(tensor.layout is torch.strided for _, tensor in tensors)
             if self._known:
