@@ -41,7 +41,7 @@ class DeltaEngineEnd(AroundEnd):
             return asked
         if isinstance(wire, NixlEngineEnd):  # p2p has published them
             put_send_requests(session, self._side, wire.round_bytes, as_kept=True, can_apply=self._can_apply)
-        return Ask("delta", DeltaAsk(wire.links, asked.route, msgspec.Raw(encode(asked.message))))
+        return Ask("delta", DeltaAsk(asked.route, msgspec.Raw(encode(asked.message))))
 
     def connect(self, meeting: Meeting) -> None:
         self.inner.connect(meeting)

@@ -32,8 +32,7 @@ class NixlEngineEnd(EngineEnd):
         self.streams: Mapping[int, Stream] = {}
 
     def ask(self, session: Session) -> Ask | None:
-        read = tuple(any(row) for row in self.links.round_bytes)
-        return Ask("nixl", NixlAsk(read)) if any(read) else None
+        return Ask("nixl", NixlAsk(self.links)) if self.links.any() else None
 
     def connect(self, meeting: Meeting) -> None:
         self.open(meeting)
