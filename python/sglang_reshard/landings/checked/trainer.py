@@ -10,9 +10,9 @@ import torch
 
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
 from sglang_reshard.landings.base import Published, Responder
-from sglang_reshard.landings.checked.messages import ChecksAsk, ChecksumPart, Checksums, summed
+from sglang_reshard.landings.checked.messages import ChecksAsk, Checksums, summed
 from sglang_reshard.landings.checked.regions import RegionSet, Selection
-from sglang_reshard.landings.checked.source import SourceChecksums
+from sglang_reshard.landings.checked.source import PartialChecksums, SourceChecksums
 from sglang_reshard.layout.names import renamed
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import Failure, Outcome, Question
@@ -30,7 +30,7 @@ class _Answer(NamedTuple):
 
     of: SourceChecksums
     selection: Selection
-    part: ChecksumPart
+    part: PartialChecksums
 
 
 class TrainerChecks(Responder):
@@ -54,7 +54,7 @@ class TrainerChecks(Responder):
         try:
             ask = question.asked(ChecksAsk)
             checksums = self._checksums(ask, published(), shards)
-            found = ChecksumPart.of(checksums.compute(ask.selection))
+            found = checksums.compute(ask.selection)
             self._answered.append(_Answer(checksums, ask.selection, found))
             part = Outcome(found)
         except Exception as error:
@@ -81,7 +81,7 @@ class TrainerChecks(Responder):
         self._known, self._used = self._used or self._known, {}
         regions = {digest for of_ranks, *_ in self._known for digest in of_ranks}
         self._regions = {digest: self._regions[digest] for digest in self._regions.keys() & regions}
-        if writable and any(ChecksumPart.of(of.compute(selection)) != part for of, selection, part in answered):
+        if writable and any(of.compute(selection) != part for of, selection, part in answered):
             raise Mismatch(
                 f"the shards of trainer rank {self._rank} changed during update {update}, while peers could write to "
                 "them. Do not train on them: load a checkpoint, and look for processes on this network that are not "
@@ -92,11 +92,11 @@ class TrainerChecks(Responder):
         """Drops the views that keep the shards' memory."""
         self._known, self._used, self._answered = {}, {}, []
 
-    def _answer_all(self, channel: TrainerChannel, question: Question, own: Outcome[ChecksumPart]) -> None:
+    def _answer_all(self, channel: TrainerChannel, question: Question, own: Outcome[PartialChecksums]) -> None:
         """Answers the engines with the sums of all trainer ranks' parts, or with the failure of one."""
         engine_ranks = len(question.asked(ChecksAsk).regions)
         try:
-            others = channel.collect_parts(question, ChecksumPart, self._size, self._timeout_s)
+            others = channel.collect_parts(question, PartialChecksums, self._size, self._timeout_s)
             answers = [Outcome(sums) for sums in summed([part.result() for part in (own, *others)], engine_ranks)]
         except Aborted:
             raise
