@@ -18,17 +18,36 @@ import torch.distributed as dist
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.observability.report import Traffic
-from sglang_reshard.plan import TensorIndex
+from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting
-from sglang_reshard.routes.broadcast.plan import BroadcastStrategy, Bucket
+from sglang_reshard.routes.broadcast.plan import BroadcastStrategy, Bucket, plan_broadcast
 from sglang_reshard.routes.ipc import DirectReads, read_targets
-from sglang_reshard.routes.strategy import Strategy
+from sglang_reshard.routes.p2p.groups import check_broadcast_members
+from sglang_reshard.routes.strategy import REQUESTED, Strategy
 from sglang_reshard.routes.wire.communicator import Communicator, Communicators, backend_of
 from sglang_reshard.routes.wire.rounds import BUCKETS, Wait, run_rounds
 
 if TYPE_CHECKING:
     from sglang_reshard.trace.program import Copy, Program
+
+
+def plan(
+    index: TensorIndex,
+    demands: Sequence[RankDemand],
+    topology: ClusterTopology,
+    bucket_bytes: int,
+    reason: str = REQUESTED,
+) -> Strategy:
+    """Raises Unsupported for a trainer rank whose memory nobody can read, and for groups that NCCL would refuse."""
+    broadcasts = plan_broadcast(index, demands, topology.trainer_hosts, bucket_bytes)
+    trainer_ranks = len(topology.trainer_hosts)
+    check_broadcast_members([group.members for group in broadcasts.groups], topology.engine_devices)
+    if topology.on_gpu:
+        for members in dict.fromkeys(group.members for group in broadcasts.groups):
+            topology.check_messages([trainer_ranks + engine_rank for engine_rank in members])
+    nothing_sent = np.zeros((trainer_ranks, len(demands)), np.int64)
+    return BroadcastStrategy("broadcast", reason, nothing_sent, broadcasts=broadcasts)
 
 
 class _BucketOps(NamedTuple):
@@ -133,6 +152,9 @@ class BroadcastEngineEnd(EngineEnd):
             self._read_bytes[group.trainer_rank] = self._read_bytes.get(group.trainer_rank, 0) + payload_bytes
         communicator = groups.get(group.members)
         return _BucketOps(communicator, group.leader, buffer[: bucket.nbytes], pack if leads else None, unpack)
+
+
+engine_end = BroadcastEngineEnd
 
 
 def targets_by_bucket(index: TensorIndex, program: Program, buckets: Sequence[Bucket]) -> list[set[str]]:

@@ -12,6 +12,7 @@ from sglang_reshard.routes.base import AroundEnd, Ask, EngineEnd, EngineSide, Me
 from sglang_reshard.routes.delta.incoming import Incoming, NixlReads, P2pReceives
 from sglang_reshard.routes.delta.offer import DeltaAsk, Sections, moves_less, offered_sections
 from sglang_reshard.routes.delta.target import DeltaTarget
+from sglang_reshard.routes.delta.trainer import DeltaTrainerEnd
 from sglang_reshard.routes.nixl.engine import NixlEngineEnd
 from sglang_reshard.routes.p2p.ask import put_send_requests
 from sglang_reshard.routes.p2p.engine import P2pEngineEnd
@@ -100,3 +101,6 @@ class DeltaEngineEnd(AroundEnd):
 
     def _count(self) -> None:
         self.nbytes = self.inner.nbytes + (self._target.extra_bytes if self._target is not None else 0)
+
+
+engine_end, trainer_end = DeltaEngineEnd, DeltaTrainerEnd

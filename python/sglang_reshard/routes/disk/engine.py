@@ -24,8 +24,9 @@ from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
 from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.landings.checked.whole_model import with_kept
-from sglang_reshard.layout.regions import Box, Region, split
+from sglang_reshard.layout.regions import Box, Region, aligned, split
 from sglang_reshard.observability.report import Traffic
+from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.disk.messages import get_files
@@ -35,7 +36,7 @@ from sglang_reshard.routes.nixl.remote_shards import RemoteShard
 from sglang_reshard.routes.p2p.links import destination_reads, destination_views, targets_by_round
 from sglang_reshard.routes.p2p.messages import send_request
 from sglang_reshard.routes.read_link import ReadLink, ReadMessage
-from sglang_reshard.routes.strategy import Strategy
+from sglang_reshard.routes.strategy import REQUESTED, Strategy, demanded_bytes
 from sglang_reshard.routes.wire.rounds import BUCKETS, Wait, run_rounds
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.geometry import contiguous_strides
@@ -45,6 +46,11 @@ _SOURCE = 0  # the trainer rank that holds all tensors
 _THREADS = 4  # that read at a time
 _SUMS, _VERDICT = "disk/sums", "disk/verdict"  # keys of the session, which is of one update
 _ANSWER_S = 10.0  # that engine rank 0 may take to compare
+
+
+def plan(_index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTopology, bucket_bytes: int) -> Strategy:
+    _, unread = demanded_bytes(demands, topology)
+    return Strategy("disk", REQUESTED, np.minimum(aligned(unread), bucket_bytes), compares=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +237,9 @@ class DiskEngineEnd(EngineEnd):
             f"snapshot {self._files.snapshot} in {self._files.folder} is damaged: these tensors do not have the "
             f"checksums that its manifest lists: {some_names(names)}. Write a new snapshot"
         )
+
+
+engine_end = DiskEngineEnd
 
 
 def _shares(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:

@@ -1,6 +1,6 @@
 """Describes memory that a rank has registered for one-sided reads, to the ranks that read it.
 
-What is out of range is refused as it is decoded. That memory is registered is for NIXL to say.
+Values out of range are refused as they are decoded. NIXL itself refuses memory that is not registered.
 """
 
 from __future__ import annotations
