@@ -25,7 +25,7 @@ from sglang_reshard.routes.broadcast.plan import BroadcastStrategy, Bucket, plan
 from sglang_reshard.routes.ipc import DirectReads, read_targets
 from sglang_reshard.routes.p2p.groups import check_broadcast_members
 from sglang_reshard.routes.strategy import REQUESTED, Strategy
-from sglang_reshard.routes.wire.communicator import Communicator, Communicators, backend_of
+from sglang_reshard.routes.wire.communicator import Communicator, Communicators
 from sglang_reshard.routes.wire.rounds import BUCKETS, Wait, run_rounds
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ class BroadcastEngineEnd(EngineEnd):
             members,
             peer_id=reads.engine_rank,
             trainer_ranks=0,
-            backend=backend_of(reads.device),
             device=reads.device,
             timeout_s=reads.timeout_s,
         )

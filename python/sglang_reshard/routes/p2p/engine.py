@@ -99,7 +99,6 @@ class P2pEngineEnd(EngineEnd):
                 self._groups,
                 peer_id=side.trainer_ranks + side.engine_rank,
                 trainer_ranks=side.trainer_ranks,
-                backend=backend_of(reads.device),
                 device=reads.device,
                 timeout_s=reads.timeout_s,
             )
