@@ -38,7 +38,6 @@ class TrainerChecks(Responder):
 
     def __init__(self, session: Session, trainer_rank: int, size: int, timeout_s: float) -> None:
         self._session, self._rank, self._size, self._timeout_s = session, trainer_rank, size, timeout_s
-        self._regions: dict[str, RegionSet] = {}
         self._known: dict[_Key, SourceChecksums] = {}
         self._used: dict[_Key, SourceChecksums] = {}  # in this update
         self._answered: list[_Answer] = []
@@ -79,8 +78,6 @@ class TrainerChecks(Responder):
         """
         answered, self._answered = self._answered, []
         self._known, self._used = self._used or self._known, {}
-        regions = {digest for of_ranks, *_ in self._known for digest in of_ranks}
-        self._regions = {digest: self._regions[digest] for digest in self._regions.keys() & regions}
         if writable and any(of.compute(selection) != part for of, selection, part in answered):
             raise Mismatch(
                 f"the shards of trainer rank {self._rank} changed during update {update}, while peers could write to "
@@ -115,15 +112,16 @@ class TrainerChecks(Responder):
         return self._used[key]
 
     def _compute(self, ask: ChecksAsk, published: Published, shards: Sequence[torch.Tensor]) -> SourceChecksums:
+        regions: dict[str, RegionSet] = {}
         for rank, digest in enumerate(ask.regions):
-            if digest not in self._regions:
+            if digest not in regions:
                 what = f"the regions of engine rank {rank}"
-                self._regions[digest] = self._session.get(digest, RegionSet, what, self._timeout_s)
+                regions[digest] = self._session.get(digest, RegionSet, what, self._timeout_s)
         source = published.source
         if ask.names:
             what = "the names that the engine's loader reads"
             source = renamed(source, self._session.get(ask.names, tuple[str, ...], what, self._timeout_s))
-        return SourceChecksums(source, shards, self._rank, [self._regions[digest] for digest in ask.regions])
+        return SourceChecksums(source, shards, self._rank, [regions[digest] for digest in ask.regions])
 
 
 responder = TrainerChecks

@@ -43,10 +43,10 @@ if TYPE_CHECKING:  # as everywhere in routes
 
 
 class _Checked(NamedTuple):
-    """The encodings of a trainer rank's messages, and the index of each."""
+    """The encodings of a trainer rank's messages, and the index of each that has one, by its number."""
 
     encoded: list[Encoded]
-    indexes: Sequence[torch.Tensor]
+    indexes: dict[int, torch.Tensor]
 
 
 class DeltaTarget:
@@ -133,34 +133,25 @@ class DeltaTarget:
             self._incoming.start(tables)()
         found: dict[int, _Checked] = {}
         pieces: dict[int, list[Piece]] = {}
-        received: dict[int, torch.Tensor] = {}
         for arrived in tables:
             rank, messages = arrived.trainer_rank, self._written[arrived.trainer_rank]
-
             damaged = functools.partial(self._damaged, rank)
-            encoded = read_table(arrived.buffer, messages, sections[rank].nbytes, damaged)
-            sizes = index_sizes(encoded, messages)
-            received[rank] = torch.empty(sum(sizes), dtype=torch.uint8, device=self._reads.device)
-            found[rank] = _Checked(encoded, received[rank].split(sizes))
-            pieces[rank] = cut_indexes(encoded, messages, self._round_bytes[rank])
-        done = dict.fromkeys(received, 0)
+            found[rank] = _Checked(read_table(arrived.buffer, messages, sections[rank].nbytes, damaged), {})
+            pieces[rank] = cut_indexes(found[rank].encoded, messages, self._round_bytes[rank])
 
-        def keep(_number: int, arrived: PlacedPiece) -> None:
-            begin = done[arrived.trainer_rank]
-            done[arrived.trainer_rank] = end = begin + len(arrived.buffer)
-            received[arrived.trainer_rank][begin:end].copy_(arrived.buffer)
+        def keep(number: int, arrived: PlacedPiece) -> None:
+            rank = arrived.trainer_rank
+            run, sizes = pieces[rank][number].messages, index_sizes(found[rank].encoded, self._written[rank])
+            own = torch.empty(len(arrived.buffer), dtype=torch.uint8, device=self._reads.device)
+            own.copy_(arrived.buffer)
+            found[rank].indexes.update(zip(run, own.split(sizes[run.start : run.stop]), strict=True))
 
         with torch.inference_mode():
             self._run_rounds(pieces, keep)
         return found
 
     def _check_indexes(self) -> None:
-        checked = [
-            (rank, number, how, index)
-            for rank, (encoded, indexes) in self._checked.items()
-            for number, (how, index) in enumerate(zip(encoded, indexes, strict=True))
-            if how.kind in (Kind.POSITIONS, Kind.MASK)
-        ]
+        checked = [(rank, n, own.encoded[n], i) for rank, own in self._checked.items() for n, i in own.indexes.items()]
         with torch.inference_mode():
             sound = verdicts([is_sound(how, self._written[rank].units[n], index) for rank, n, how, index in checked])
         for (rank, number, how, _), is_right in zip(checked, sound, strict=True):
@@ -225,5 +216,5 @@ def _apply(messages: LinkMessages, checked: _Checked, run: range, data: torch.Te
         for number, values in zip(run, data.split(sizes), strict=True):
             how = checked.encoded[number]
             if how.kind is not Kind.SAME:
-                apply(how, checked.indexes[number], values, messages.unit_bytes, messages.read(number))
+                apply(how, checked.indexes.get(number, values[:0]), values, messages.unit_bytes, messages.read(number))
                 messages.write(number)
