@@ -125,7 +125,10 @@ def _check(cluster: Sequence[Written], where: str, side: str) -> None:
             own = _bytes(alone, one, begin)
             own.fill_(True)
             if int(alone.sum()) < own.numel():
-                raise _internal(where, one, side)
+                raise Mismatch(
+                    f"{where}{one.name} of {side} has elements that share memory (shape {one.shape}, strides "
+                    f"{one.strides}; was it expanded?) and cannot be written to. clone() it first"
+                )
         own = _bytes(marked, one, begin)
         if own.any():
             raise _overlap(where, overwritten(cluster[:number], [one]), one.name, side)
@@ -136,13 +139,6 @@ def _bytes(marked: torch.Tensor, one: Written, begin: int) -> torch.Tensor:
     """Returns the bytes of the elements, in a tensor with an element for each byte from address `begin` on."""
     strides = (*(s * one.item_bytes for s in one.strides), 1)
     return marked.as_strided((*one.shape, one.item_bytes), strides, one.address - begin)
-
-
-def _internal(where: str, one: Written, side: str) -> Mismatch:
-    return Mismatch(
-        f"{where}{one.name} of {side} has elements that share memory (shape {one.shape}, strides {one.strides}; was it "
-        "expanded?) and cannot be written to. clone() it first"
-    )
 
 
 def _overlap(where: str, a: str, b: str, side: str) -> Mismatch:

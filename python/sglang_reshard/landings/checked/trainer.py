@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -25,14 +24,6 @@ logger = get_logger(__name__)
 _Key = tuple[tuple[str, ...], str, tuple[object, ...]]
 
 
-class _Answer(NamedTuple):
-    """The checksums that were sent of a selection of the shards."""
-
-    of: SourceChecksums
-    selection: Selection
-    part: PartialChecksums
-
-
 class TrainerChecks(Responder):
     """Answers on one trainer rank, of `size`. Keeps checksums, and the views that they are of, between updates."""
 
@@ -40,7 +31,7 @@ class TrainerChecks(Responder):
         self._session, self._rank, self._size, self._timeout_s = session, trainer_rank, size, timeout_s
         self._known: dict[_Key, SourceChecksums] = {}
         self._used: dict[_Key, SourceChecksums] = {}  # in this update
-        self._answered: list[_Answer] = []
+        self._answered: list[tuple[SourceChecksums, Selection, PartialChecksums]] = []
 
     def answer(
         self,
@@ -54,7 +45,7 @@ class TrainerChecks(Responder):
             ask = question.asked(ChecksAsk)
             checksums = self._checksums(ask, published(), shards)
             found = checksums.compute(ask.selection)
-            self._answered.append(_Answer(checksums, ask.selection, found))
+            self._answered.append((checksums, ask.selection, found))
             part = Outcome(found)
         except Exception as error:
             if not isinstance(error, ReshardError):
