@@ -51,12 +51,12 @@ def plan(
 
 
 class _BucketOps(NamedTuple):
-    """This rank's operations on one bucket. `pack` is None unless this rank is the group's leader."""
+    """This rank's operations on one bucket. `pack` copies nothing unless this rank is the group's leader."""
 
     communicator: Communicator
     root: int
     buffer: torch.Tensor
-    pack: CopyList | None
+    pack: CopyList
     unpack: CopyList
 
 
@@ -117,8 +117,7 @@ class BroadcastEngineEnd(EngineEnd):
 
     def _broadcast(self, turn: int) -> Wait:
         ops = self._ops[turn]
-        if ops.pack is not None:
-            ops.pack.run()
+        ops.pack.run()
         return ops.communicator.broadcast(ops.buffer, ops.root).wait
 
     def _unpack(self, turn: int) -> None:
@@ -150,7 +149,7 @@ class BroadcastEngineEnd(EngineEnd):
         if leads:
             self._read_bytes[group.trainer_rank] = self._read_bytes.get(group.trainer_rank, 0) + payload_bytes
         communicator = groups.get(group.members)
-        return _BucketOps(communicator, group.leader, buffer[: bucket.nbytes], pack if leads else None, unpack)
+        return _BucketOps(communicator, group.leader, buffer[: bucket.nbytes], pack, unpack)
 
 
 engine_end = BroadcastEngineEnd

@@ -34,7 +34,8 @@ from sglang_reshard.routes.delta.messages import (
 )
 from sglang_reshard.routes.delta.offer import Sections
 from sglang_reshard.routes.ipc import DirectReads, mapped_reads
-from sglang_reshard.routes.p2p.links import P2pLink, engine_links, packed_bytes, sent_tensors
+from sglang_reshard.routes.p2p.links import P2pLink, engine_links, packed_bytes
+from sglang_reshard.routes.p2p.messages import sent_reads
 from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
 from sglang_reshard.shown_names import some_names
 
@@ -166,8 +167,15 @@ class DeltaTarget:
         }
 
         def write(number: int, arrived: PlacedPiece) -> None:
-            rank = arrived.trainer_rank
-            _apply(self._written[rank], self._checked[rank], pieces[rank][number].messages, arrived.buffer)
+            messages, own = self._written[arrived.trainer_rank], self._checked[arrived.trainer_rank]
+            run = pieces[arrived.trainer_rank][number].messages
+            sizes = value_sizes(own.encoded, messages)[run.start : run.stop]
+            with torch.inference_mode():
+                for n, values in zip(run, arrived.buffer.split(sizes), strict=True):
+                    how = own.encoded[n]
+                    if how.kind is not Kind.SAME:
+                        apply(how, own.indexes.get(n, values[:0]), values, messages.unit_bytes, messages.read(n))
+                        messages.write(n)
 
         self._run_rounds(pieces, write)
         self._incoming.receive_whole([t for t, section in sections.items() if section.whole])
@@ -191,8 +199,8 @@ class DeltaTarget:
 
     def _damaged(self, trainer_rank: int, number: int, why: str) -> Mismatch:
         """Returns the error for a message that trainer rank has encoded as no trainer rank does."""
-        layout, link = self._reads.tensor_index.layout, self._links[trainer_rank]
-        tensors = sent_tensors(self._reads.read_plan, trainer_rank)
+        layout, plan = self._reads.tensor_index.layout, self._reads.read_plan
+        link, tensors = self._links[trainer_rank], plan.tensor_ids[plan.copy_ids[sent_reads(plan, trainer_rank)]]
         items = dict.fromkeys(int(tensors[part.item]) for part in link.messages[number].slices)
         names = [layout.tensors[tensor].name for tensor in items]
         return Mismatch(
@@ -208,13 +216,3 @@ class DeltaTarget:
             found.append(PlacedPiece(trainer_rank, piece.offset, room[begin : begin + piece.nbytes]))
             begin += self._limits[trainer_rank]
         return found
-
-
-def _apply(messages: LinkMessages, checked: _Checked, run: range, data: torch.Tensor) -> None:
-    sizes = value_sizes(checked.encoded, messages)[run.start : run.stop]
-    with torch.inference_mode():
-        for number, values in zip(run, data.split(sizes), strict=True):
-            how = checked.encoded[number]
-            if how.kind is not Kind.SAME:
-                apply(how, checked.indexes.get(number, values[:0]), values, messages.unit_bytes, messages.read(number))
-                messages.write(number)

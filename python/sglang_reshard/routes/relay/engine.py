@@ -28,7 +28,6 @@ from sglang_reshard.routes.p2p.messages import round_bytes
 from sglang_reshard.routes.read_link import ReadLink
 from sglang_reshard.routes.relay.member import RelayMember
 from sglang_reshard.routes.relay.offers import Relay
-from sglang_reshard.routes.relay.owners import positions
 from sglang_reshard.routes.relay.progress import RelayGate, RelayLost, RelayRoute, Relays
 from sglang_reshard.routes.strategy import Strategy
 
@@ -225,7 +224,8 @@ engine_end = RelayEngineEnd
 
 def _own_counts(relays: Relays, streams: Iterable[Stream]) -> list[tuple[Stream, list[int]]]:
     """Returns, by stream, how many of the own tensors are complete once it has finished so many messages."""
-    place, owned, found = positions(relays.owned_by, relays.own), relays.owned, []
+    owns, owned, found = relays.owned_by == relays.own, relays.owned, []
+    place = np.where(owns, np.cumsum(owns) - 1, -1)  # of each tensor among those that are owned
     for stream in streams:
         counts = [owned]
         for tensors in reversed(stream.tensors):
