@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from sglang_reshard.control import ControlClient
 from sglang_reshard.engine.context import PrepareVote, WrittenVote
-from sglang_reshard.landings.checked.messages import LANDING, ChecksAsk, ChecksumPart, Checksums, summed
+from sglang_reshard.landings.checked.messages import LANDING, ChecksAsk, Checksums, summed
 from sglang_reshard.landings.checked.regions import Selection, num_groups
 from sglang_reshard.landings.checked.source import PartialChecksums
 from sglang_reshard.observability.report import RankReport, UpdateReport
@@ -78,7 +76,7 @@ def trainer_rank(update: int, rank: int, ranks: int, engine_ranks: int, verify: 
             if isinstance(message, EngineCommand) and rank:
                 channel.put_part(rank, request, Outcome(_part(engine_ranks)))
             elif isinstance(message, EngineCommand):
-                others = channel.collect_parts(request, ChecksumPart, ranks, TIMEOUT_S)
+                others = channel.collect_parts(request, PartialChecksums, ranks, TIMEOUT_S)
                 parts = [_part(engine_ranks), *(part.result() for part in others)]
                 channel.put_answers(request, [Outcome(sums) for sums in summed(parts, engine_ranks)])
     return recorder.words
@@ -132,8 +130,8 @@ def _parts(engine_ranks: int, ranks: int) -> list[bytes]:
     return [encode(Outcome(_part(engine_ranks)))] * ranks
 
 
-def _part(engine_ranks: int) -> ChecksumPart:
-    return ChecksumPart.of(PartialChecksums(np.zeros((engine_ranks, num_groups(_TENSORS)), np.uint64), 1))
+def _part(engine_ranks: int) -> PartialChecksums:
+    return PartialChecksums(bytes(8 * engine_ranks * num_groups(_TENSORS)), 1)
 
 
 def _rank_report(rank: int) -> RankReport:

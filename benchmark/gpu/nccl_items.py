@@ -135,7 +135,7 @@ def join(here: Here, address: Address, name: str, peer_id: int, timeout_s: float
         session = here.kept["session"] = Session.join(address, 20.0)
         with session.trainer_channel(1, f"rank {peer_id}") as channel:
             communicator = here.kept["communicator"] = Communicator(
-                (0, 1), peer_id=peer_id, trainer_ranks=1, backend="nccl", device=DEVICE, timeout_s=timeout_s
+                (0, 1), peer_id=peer_id, trainer_ranks=1, device=DEVICE, timeout_s=timeout_s
             )
             communicator.connect(torch.distributed.PrefixStore(name, session.store(0, timeout_s, channel.scope)))
     except ReshardError as error:

@@ -59,7 +59,7 @@ def communicator(
 
 
 def _communicator(rank: int, size: int, timeout_s: float) -> Communicator:
-    options: dict[str, Any] = {"backend": "nccl", "device": DEVICE, "timeout_s": timeout_s, "at_once": 2}
+    options: dict[str, Any] = {"device": DEVICE, "timeout_s": timeout_s, "at_once": 2}
     return Communicator(range(size), peer_id=rank, trainer_ranks=0, **options)
 
 

@@ -1,7 +1,5 @@
 """Whatever regions an engine rank sends: they are refused, or it gets the checksums of just those."""
 
-import numpy as np
-
 from fuzz.arbitrary import changed, value_of
 from fuzz.settings import fuzzed
 from fuzz.states import copies_of, layout_of, shards_of, whole_of
@@ -35,6 +33,4 @@ def test_changed_region_sets_are_refused_or_answered(random):
     except Mismatch:
         return
     selection = random.choice((Selection.full(), Selection.sample(random.randrange(100)), value_of(Selection, random)))
-    checksums = source.compute(selection).engine_ranks
-    assert checksums.dtype == np.uint64
-    assert checksums.shape == (1, num_groups(len(layout.tensors)))
+    assert len(source.compute(selection).rows) == 8 * num_groups(len(layout.tensors))

@@ -43,9 +43,7 @@ def _call(trainer, process, task, *arguments):
 
 
 def communicator(rank, process, timeout_s=TIMEOUT_S):
-    return Communicator(
-        (0, 1), peer_id=rank, trainer_ranks=2, backend="nccl", device=process.device, timeout_s=timeout_s
-    )
+    return Communicator((0, 1), peer_id=rank, trainer_ranks=2, device=process.device, timeout_s=timeout_s)
 
 
 def stop_until_told(store):
@@ -112,7 +110,7 @@ def test_a_wait_that_is_aborted_beside_a_stopped_peer_stops_no_other_thread(abor
 
 
 def broadcast_with_who_is_stopped(rank, process, store):
-    group = Communicator((0, 1), peer_id=rank, trainer_ranks=0, backend="nccl", device=process.device, timeout_s=60.0)
+    group = Communicator((0, 1), peer_id=rank, trainer_ranks=0, device=process.device, timeout_s=60.0)
     group.connect(store)
     group.broadcast(torch.zeros(1, dtype=torch.uint8, device=process.device), 0).wait()
     if rank:

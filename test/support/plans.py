@@ -6,9 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from sglang_reshard.landings.checked.messages import summed
+from sglang_reshard.landings.checked.regions import Selection
+from sglang_reshard.landings.checked.source import SourceChecksums
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.source_layout import EXPLICIT, compute_shard_map
 from sglang_reshard.plan import (
@@ -270,3 +274,9 @@ def rank_demands(
     """Returns all engine ranks' demands; `hosts` are theirs."""
     index, plan = read_plans(layout, copies)
     return index, [rank_demand(index, t, hosts[e] if hosts else HOST) for e, t in enumerate(plan)]
+
+
+def expected_of(sources: Sequence[SourceChecksums], selection: Selection) -> np.ndarray:
+    """The checksums that engine ranks must have, by all trainer ranks' parts: uint64 [engine ranks, groups]."""
+    parts = [source.compute(selection) for source in sources]
+    return np.stack([found.values for found in summed(parts, len(sources[0]._of_engine_rank))])

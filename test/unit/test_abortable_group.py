@@ -12,8 +12,8 @@ from sglang_reshard.errors import DeadlineExceeded, ReshardError
 from support.ready import CONTEXT
 from support.sent import CPU, connected
 
-TWO = {"members": [0, 1], "trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 60}
-THREE = {"members": [0, 1, 2], "trainer_ranks": 2, "backend": "gloo", "device": CPU, "timeout_s": 60}
+TWO = {"members": [0, 1], "trainer_ranks": 1, "device": CPU, "timeout_s": 60}
+THREE = {"members": [0, 1, 2], "trainer_ranks": 2, "device": CPU, "timeout_s": 60}
 ENGINES = TWO | {"trainer_ranks": 0}
 HALFWAY_BYTES = 2**28  # more than a kernel takes at once
 SOON_S = 25.0

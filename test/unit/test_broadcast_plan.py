@@ -33,13 +33,15 @@ def plan_of(layout, copies, bucket_bytes, hosts=None):
 def test_buckets_are_bounded_and_segments_do_not_overlap(job):
     layout, copies, bucket_bytes = job
     index, plan = plan_of(layout, copies, bucket_bytes)
-    for bucket in plan.buckets:
+    for bucket in [bucket for rank in range(len(copies)) for bucket in plan.buckets(index, rank)]:
         end = 0
-        for segment in plan.bucket_segments(index, bucket):
-            item = index.item_bytes(segment.shard)
+        for segment in bucket.segments:
+            item = index.tensor_class(segment.tensor).item_bytes
             assert segment.offset >= end
             assert segment.offset % ALIGN_BYTES == 0
+            assert segment.shard.box.intersect(segment.box) == segment.box
             end = segment.offset + segment.box.numel * item
+            assert end == segment.offset + segment.nbytes
         assert end <= bucket.nbytes <= max(bucket_bytes, item) + ALIGN_BYTES
         assert end <= max(bucket_bytes, item)
 
@@ -53,9 +55,8 @@ def test_tp4_to_tp16_is_four_groups_of_four_led_by_rank_4k():
         (k, 4 * k, tuple(range(4 * k, 4 * k + 4))) for k in range(4)
     ]
     shard_bytes = 2 * (64 * 32 // 4 + 32 * 64 // 4 + 32)
-    assert [sum(s.box.numel * 2 for s in plan.bucket_segments(index, bucket)) for bucket in plan.buckets] == [
-        shard_bytes
-    ] * 4
+    for rank in range(16):
+        assert [sum(s.nbytes for s in bucket.segments) for bucket in plan.buckets(index, rank)] == [shard_bytes]
 
 
 def test_equal_and_shrinking_sizes_need_no_group_for_sharded_tensors():
@@ -75,13 +76,14 @@ def test_a_replicated_tensor_comes_from_the_nearest_trainer_rank():
 def test_a_bucket_smaller_than_an_element_has_one():
     layout = tensor_parallel(1, [(3,)], [0], "float32")
     index, plan = plan_of(layout, tp_copies(layout, [-1], 2), 1)
-    assert [plan.bucket_segments(index, bucket)[0].box.numel for bucket in plan.buckets] == [1, 1, 1]
+    assert [bucket.segments[0].box for bucket in plan.buckets(index, 1)] == [Box((n,), (n + 1,)) for n in range(3)]
 
 
 def test_groups_take_turns():
     layout = tensor_parallel(2, [(64,)], [0], "float32")
-    _, plan = plan_of(layout, tp_copies(layout, [0], 4), 32)
-    assert [bucket.group for bucket in plan.buckets] == [0, 1] * math.ceil(64 * 4 / 2 / 32)
+    index, plan = plan_of(layout, tp_copies(layout, [-1], 4), 32)
+    assert len(plan.groups) == 2
+    assert [bucket.group for bucket in plan.buckets(index, 3)] == [*plan.groups] * math.ceil(64 * 4 / 2 / 32)
 
 
 def test_memory_is_read_on_its_own_host_and_a_rank_outside_the_audience_may_relay():

@@ -42,7 +42,7 @@ def test_tensors_that_many_ranks_on_another_host_need_are_sent_unless_broadcast_
     hosts = "a" * 4 + "b" * 12
     assert tensor_parallel_strategy("auto", "aaaa", hosts, dims=(-1, -1, -1)).name == "ipc+p2p"
     requested = tensor_parallel_strategy("broadcast", "aaaa", hosts, dims=(-1, -1, -1))
-    assert requested.broadcasts.buckets
+    assert requested.broadcasts.groups
 
 
 @given(HOSTS, HOSTS, DIMS, st.sampled_from([16384, 1 << 20]))

@@ -21,7 +21,7 @@ from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.trace.program import Program
 from support.largest import LargestResult
-from support.plans import copies_of, loaded, meshed_layouts, shards, values
+from support.plans import copies_of, expected_of, loaded, meshed_layouts, shards, values
 from support.sweep import examples
 
 DTYPES = [
@@ -168,7 +168,7 @@ def test_trainer_ranks_of_any_layout_add_up_to_any_engine_ranks_checksums(layout
         targets = [TargetChecksums(catalog, Program(tuple(c), loaded(c, whole))) for c in copies]
         kept = [target.regions for target in targets]
         sources = [SourceChecksums(layout, shards(layout, whole, r), r, kept) for r in range(layout.trainer_ranks)]
-        expected = sum(source.compute(how).engine_ranks for source in sources)
+        expected = expected_of(sources, how)
         assert expected.tolist() == [target.compute(how).tolist() for target in targets]
 
 

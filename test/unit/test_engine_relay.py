@@ -113,9 +113,9 @@ def end_of(member, inner):
     ("relay", "says"),
     [
         ({"own": 2}, "engine 2 of 2"),
-        ({"engines": ("a",)}, "engine 0 of 1"),
-        ({"update": 2**23}, "update number 8388608 is out of range"),
-        ({"engines": ("a", "b" * 5000)}, "the name of an engine is too long"),
+        ({"engines": ("a",)}, r"length >= 2 - at `\$.engines`"),
+        ({"update": 2**23}, r"`int` <= 8388607 - at `\$.update`"),
+        ({"engines": ("a", "b" * 5000)}, r"length <= 4096 - at `\$.engines"),
         ({"own": "a"}, "invalid Relay message"),
     ],
 )

@@ -132,7 +132,7 @@ def test_a_failure_to_start_is_an_error_of_this_rank(monkeypatch):
     store.set("joined/1", "")
     store.set("ctas/1", "16")
     store.add("entered", 1)
-    options = {"members": [0, 1], "trainer_ranks": 1, "backend": "nccl", "device": GPU, "timeout_s": 20.0}
+    options = {"members": [0, 1], "trainer_ranks": 1, "device": GPU, "timeout_s": 20.0}
     communicator = Communicator(peer_id=0, **options)
     communicator.connect(store)
     monkeypatch.setattr(FakeNccl, "send", Mock(side_effect=RuntimeError("send failed")), raising=False)

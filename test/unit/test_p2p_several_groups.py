@@ -16,7 +16,7 @@ from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.gpu.rank_info import RankGpuInfo
-from sglang_reshard.routes.p2p import route
+from sglang_reshard.routes.p2p import engine as p2p_engine
 from sglang_reshard.routes.p2p.groups import plan_p2p_groups
 from sglang_reshard.routes.wire.communicator import Communicators
 from support.ready import CONTEXT
@@ -36,7 +36,7 @@ def share_a_gpu():
         assert len(found) == engines
         return found
 
-    route._communicators = groups
+    p2p_engine._communicators = groups
 
 
 def serve_in_groups(*arguments):
@@ -113,7 +113,7 @@ def test_a_failure_in_one_communicator_is_told_to_all_and_the_next_update_heals_
 
 
 GROUPS = ((0, 1), (0, 2))
-OPTIONS = {"trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 60}
+OPTIONS = {"trainer_ranks": 1, "device": CPU, "timeout_s": 60}
 
 
 def receive_nothing(port, peer_id):

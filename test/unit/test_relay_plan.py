@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sglang_reshard.layout.source_layout import SourceLayout, SourceTensor
 from sglang_reshard.routes.relay.member import divide
-from sglang_reshard.routes.relay.owners import NO_OWNER, choose_owners, positions
+from sglang_reshard.routes.relay.owners import NO_OWNER, choose_owners
 from support.plans import copies_of, loaded, meshed_layouts, read_plans, run_reads, shards, values
 
 SIZES = st.lists(st.integers(0, 10**9), max_size=60)
@@ -22,13 +22,6 @@ def test_what_is_passed_on_is_divided_evenly_at_any_time(sizes, engines, data):
     for tensor in np.flatnonzero(relayed):
         read[owner_of[tensor]] += sizes[tensor]
         assert read.max() - read.min() <= max(sizes)
-
-
-@given(st.lists(st.integers(-1, 3), max_size=40), st.integers(0, 3))
-def test_positions_count_an_owners_tensors(owners, owner):
-    found = positions(np.array(owners, np.int32), owner)
-    assert [int(p) for p in found if p >= 0] == list(range(owners.count(owner)))
-    assert all((p >= 0) == (o == owner) for p, o in zip(found, owners, strict=True))
 
 
 @st.composite

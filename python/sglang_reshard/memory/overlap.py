@@ -125,10 +125,13 @@ def _check(cluster: Sequence[Written], where: str, side: str) -> None:
             own = _bytes(alone, one, begin)
             own.fill_(True)
             if int(alone.sum()) < own.numel():
-                raise _internal(where, one, side)
+                raise Mismatch(
+                    f"{where}{one.name} of {side} has elements that share memory (shape {one.shape}, strides "
+                    f"{one.strides}; was it expanded?) and cannot be written to. clone() it first"
+                )
         own = _bytes(marked, one, begin)
         if own.any():
-            raise _overlap(where, cluster[_owner(cluster[:number], one, begin, end)].name, one.name, side)
+            raise _overlap(where, overwritten(cluster[:number], [one]), one.name, side)
         own.fill_(True)
 
 
@@ -136,21 +139,6 @@ def _bytes(marked: torch.Tensor, one: Written, begin: int) -> torch.Tensor:
     """Returns the bytes of the elements, in a tensor with an element for each byte from address `begin` on."""
     strides = (*(s * one.item_bytes for s in one.strides), 1)
     return marked.as_strided((*one.shape, one.item_bytes), strides, one.address - begin)
-
-
-def _owner(others: Sequence[Written], one: Written, begin: int, end: int) -> int:
-    """Returns the number of the last of `others` that shares a byte with `one`."""
-    owners = torch.full((end - begin,), -1, dtype=torch.int32)
-    for number, other in enumerate(others):
-        _bytes(owners, other, begin).fill_(number)
-    return int(_bytes(owners, one, begin).max())
-
-
-def _internal(where: str, one: Written, side: str) -> Mismatch:
-    return Mismatch(
-        f"{where}{one.name} of {side} has elements that share memory (shape {one.shape}, strides {one.strides}; was it "
-        "expanded?) and cannot be written to. clone() it first"
-    )
 
 
 def _overlap(where: str, a: str, b: str, side: str) -> Mismatch:

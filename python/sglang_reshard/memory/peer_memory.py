@@ -55,7 +55,8 @@ def byte_ranges(views: Sequence[ShardView], reads: Iterable[ShardRead], gap_byte
             continue
         key = region, view.strides
         if key not in spans:
-            spans[key] = _span(region, view.strides)
+            first, steps = region.memory(view.strides)  # strides of a shard are not negative
+            spans[key] = first, first + sum((n - 1) * s for n, s in zip(region.count, steps, strict=True))
         first, last = spans[key]
         begin, end = (view.offset + first) * item_bytes, (view.offset + last + 1) * item_bytes
         found.setdefault(view.storage, set()).add((begin, end))
@@ -83,12 +84,6 @@ def covered(ranges: Mapping[int, Sequence[tuple[int, int]]], by: Mapping[int, Se
             if at < 0 or last > known[at][1]:
                 return False
     return True
-
-
-def _span(region: LocalRegion, strides: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the first and the last element of a region in memory. Strides of a shard are not negative."""
-    first, steps = region.memory(strides)
-    return first, first + sum((n - 1) * s for n, s in zip(region.count, steps, strict=True))
 
 
 class PeerMemory:
@@ -137,15 +132,10 @@ class PeerMemory:
     def locate(self, tensor: int, region: LocalRegion, item_bytes: int) -> tuple[int, int, tuple[int, ...]]:
         """Returns mapping, offset and strides (elements) of a region of the shard of the layout's tensor `tensor`."""
         view = self._views[tensor]
-        if view.storage < 0:
-            raise Mismatch(
-                f"the plan reads tensor number {tensor} of trainer rank {self._rank}, whose shard is empty; this is a "
-                "bug, please report it"
-            )
         if view.storage not in self._locations:
             raise Mismatch(
-                f"tensor number {tensor} of trainer rank {self._rank} is read, but not mapped; this is a bug, please "
-                "report it"
+                f"the plan reads tensor number {tensor} of trainer rank {self._rank}, whose shard is empty or not "
+                "mapped; this is a bug, please report it"
             )
         mapping, begin = self._locations[view.storage]
         offset, strides = region.memory(view.strides)

@@ -50,7 +50,7 @@ class ReadMessage:
     nbytes: int
     in_place: torch.Tensor | None
 
-    def descriptors(self) -> dict[tuple[str, int], tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def descriptors(self) -> dict[tuple[str, int], list[np.ndarray]]:
         """Returns remote addresses, offsets in the buffer and bytes of all runs, by kind of memory and GPU."""
         found: dict[tuple[str, int], list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
         for part in self.parts:
@@ -59,7 +59,7 @@ class ReadMessage:
             local = part.offset + np.arange(runs) * part.runs.nbytes
             columns = remote, local, np.full(runs, part.runs.nbytes)
             found.setdefault((part.shard.kind, part.shard.gpu), []).append(columns)
-        return {key: _columns(parts) for key, parts in found.items()}
+        return {key: [np.concatenate(column) for column in zip(*parts, strict=True)] for key, parts in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +157,3 @@ def _memory(source: str, shard: RemoteShard, tensor: int, region: LocalRegion) -
             f"{len(region.start)} dimensions. This is a bug; please report it"
         )
     return region.memory(shard.strides)
-
-
-def _columns(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    remote, local, nbytes = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return remote, local, nbytes

@@ -115,16 +115,13 @@ def _add_exact(
 def _add_broadcasts(engine: np.ndarray, plan: BroadcastPlan, speeds: _Speeds, demands: Sequence[RankDemand]) -> None:
     """Adds the seconds of broadcasts of whole shards; shards that one rank needs are read from memory."""
     costs = speeds.costs
-    of_groups: list[list[int]] = [[] for _ in plan.groups]
-    for bucket in plan.buckets:
-        of_groups[bucket.group].append(bucket.nbytes)
-    for group, segments, buckets in zip(plan.groups, plan.segments, of_groups, strict=True):
+    for group, shards, nbytes in zip(plan.groups, plan.shards, plan.nbytes, strict=True):
         for member in group.members:
             # A broadcast goes down a tree: the leader sends a few times, others forward what they receive.
-            engine[member] += sum(buckets) / speeds.of_messages(group.trainer_rank, member)
-            engine[member] += len(buckets) * costs.message_s
-        engine[group.leader] += sum(buckets) / speeds.of_reads(group.trainer_rank, group.leader)
-        engine[group.leader] += len(segments.shard) * costs.box_s
+            engine[member] += nbytes / speeds.of_messages(group.trainer_rank, member)
+            engine[member] += -(-nbytes // plan.bucket_bytes) * costs.message_s
+        engine[group.leader] += nbytes / speeds.of_reads(group.trainer_rank, group.leader)
+        engine[group.leader] += len(shards) * costs.box_s
     for trainer_rank, engine_rank in np.argwhere(plan.direct_bytes).tolist():
         direct = plan.direct_bytes[trainer_rank, engine_rank]
         engine[engine_rank] += direct / speeds.of_reads(trainer_rank, engine_rank) - direct / costs.copy_bytes_s

@@ -18,7 +18,7 @@ from sglang_reshard.landings.converting import converting
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.routes.base import Reads
 from sglang_reshard.routes.broadcast.engine import targets_by_bucket
-from sglang_reshard.routes.broadcast.plan import BroadcastPlan, BroadcastStrategy, Bucket
+from sglang_reshard.routes.broadcast.plan import BroadcastPlan, BroadcastStrategy
 from sglang_reshard.routes.ipc import mapped_reads, read_targets
 from sglang_reshard.routes.nixl.remote_shards import RemoteShard
 from sglang_reshard.routes.p2p.links import (
@@ -81,8 +81,7 @@ def engine_load(
     reads = Reads(engine_rank, _META, index, rank.read_plan, landing, {})
     cut = place(reads, strategy)
     if isinstance(strategy, BroadcastStrategy):
-        links, received, messages = _broadcast_links(reads, strategy.broadcasts)
-        largest = max((bucket.nbytes for bucket in _buckets(reads, strategy.broadcasts)), default=0)
+        links, received, messages, largest = _broadcast_links(reads, strategy.broadcasts)
         buckets = buckets_bytes([(messages, largest)])
     else:
         links = {t: LinkLoad(nbytes, nbytes) for t, (nbytes, _) in rank.read_plan.traffic().items()}
@@ -108,7 +107,7 @@ def place(reads: Reads, strategy: Strategy) -> dict[int, P2pLink]:
     index, program, plan = reads.tensor_index, reads.program, reads.read_plan
     if isinstance(strategy, BroadcastStrategy):
         if program.arrivals:
-            written = targets_by_bucket(index, program, strategy.broadcasts, _buckets(reads, strategy.broadcasts))
+            written = targets_by_bucket(index, program, strategy.broadcasts.buckets(index, reads.engine_rank))
             direct = strategy.broadcasts.direct_reads[reads.engine_rank][plan.shards(index)]
             reads.landing.place(written, read_targets(plan, np.flatnonzero(direct).tolist()))
         return {}
@@ -144,8 +143,8 @@ def _read_load(reads: Reads, trainer_rank: int, share: int, shards: Sequence[tor
     return LinkLoad(link.link.payload_bytes, link.read_bytes, len(link.messages), link.bucket_bytes)
 
 
-def _broadcast_links(reads: Reads, plan: BroadcastPlan) -> tuple[dict[int, LinkLoad], int, int]:
-    """Returns the links, the bytes that this rank receives, and the number of its broadcasts.
+def _broadcast_links(reads: Reads, plan: BroadcastPlan) -> tuple[dict[int, LinkLoad], int, int, int]:
+    """Returns the links, the bytes that this rank receives, the number of its broadcasts, and bytes of the largest.
 
     Shards that only this rank needs are read, others arrive by its groups.
     """
@@ -154,16 +153,12 @@ def _broadcast_links(reads: Reads, plan: BroadcastPlan) -> tuple[dict[int, LinkL
     trainer_ranks = reads.tensor_index.layout.trainer_ranks
     read = np.bincount(reading.trainer_ranks[direct], reading.nbytes[direct], trainer_ranks)
     received = int(read.sum())
-    for group, segments in zip(plan.groups, plan.segments, strict=True):
-        payload = int(segments.nbytes.sum())
+    for group, payload in zip(plan.groups, plan.nbytes, strict=True):
         received += payload * (engine_rank in group.members)
         read[group.trainer_rank] += payload * (engine_rank == group.leader)
     links = {int(t): LinkLoad(int(read[t]), int(read[t])) for t in np.flatnonzero(read)}
-    return links, received, len(_buckets(reads, plan))
-
-
-def _buckets(reads: Reads, plan: BroadcastPlan) -> list[Bucket]:
-    return [bucket for bucket in plan.buckets if reads.engine_rank in plan.groups[bucket.group].members]
+    buckets = plan.buckets(reads.tensor_index, engine_rank)
+    return links, received, len(buckets), max((bucket.nbytes for bucket in buckets), default=0)
 
 
 def _shards(index: TensorIndex, trainer_rank: int) -> list[torch.Tensor]:

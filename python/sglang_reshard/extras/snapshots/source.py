@@ -96,17 +96,17 @@ def open_snapshot(path: Path, entry: Entry, ignore: Sequence[str] = ()) -> Snaps
         snapshot.name,
         str(path),
         tuple(files),
-        np.array(of_file, "<i4").tobytes(),
-        np.array(offsets, "<i8").tobytes(),
-        np.frombuffer(bytes.fromhex(sums), ">u8").astype("<u8").tobytes(),
+        tuple(of_file),
+        tuple(offsets),
+        tuple(np.frombuffer(bytes.fromhex(sums), ">u8").tolist()),
     )
     return SnapshotSource(layout, found, ignored_remark(ignored), *_judged(layout, found))
 
 
 def _judged(layout: SourceLayout, files: DiskFiles) -> tuple[tuple[str, ...], dict[str, str]]:
     """Returns the heads that are their embeddings, and why others are not, by the checksums of both."""
-    sums, equal, apart = files.tensor_sums(), [], {}
-    for head, of, number, of_number in heads(layout) if files.sums else ():
+    sums, equal, apart = files.sums, [], {}
+    for head, of, number, of_number in heads(layout) if sums else ():
         if head.dtype == of.dtype and sums[number] == sums[of_number]:
             equal.append(glob.escape(head.name))
         else:

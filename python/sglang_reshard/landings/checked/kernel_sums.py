@@ -81,11 +81,12 @@ def _read_as(
     inner, *strides = levels
     columns, column_stride, item = view.shape[-1], view.stride(-1), view.element_size()
     per_word = WORD_BYTES // (cast or view.dtype).itemsize if packed else 1
+    begin_in_words = not any(stride * item % WORD_BYTES for stride in strides) and not (addresses % WORD_BYTES).any()
     if cast:
         if view.dtype not in _NAN_BITS or cast not in _NAN_BITS:
             return None
         source, target = view.dtype, cast
-    elif (packed or item > WORD_BYTES) and _in_words(item, column_stride, strides, addresses):
+    elif (packed or item > WORD_BYTES) and column_stride == 1 and begin_in_words:
         source = target = torch.uint32
         columns, per_word = columns * item // WORD_BYTES, 1
         strides = [stride * item // WORD_BYTES for stride in strides]
@@ -116,12 +117,6 @@ def _levels(view: torch.Tensor) -> tuple[int, int, int] | None:
         return None
     (inner, inner_stride), (_, outer_stride) = [*found, (1, 0), (1, 0)][:2]
     return inner, outer_stride, inner_stride
-
-
-def _in_words(item: int, column_stride: int, strides: Sequence[int], addresses: np.ndarray) -> bool:
-    """Returns True if the memory can be read as aligned 32-bit words."""
-    begin_in_words = not any(stride * item % WORD_BYTES for stride in strides) and not (addresses % WORD_BYTES).any()
-    return column_stride == 1 and begin_in_words
 
 
 @functools.cache

@@ -27,22 +27,6 @@ class ChecksAsk(msgspec.Struct, frozen=True):
     names: str = ""
 
 
-class ChecksumPart(msgspec.Struct, frozen=True):
-    """One trainer rank's part of the answer.
-
-    rows   checksums of the engine ranks that ask, little-endian uint64 [engine ranks, groups]
-    model  this trainer rank's part of the digest, see `landings.checked.whole_model`; empty if it has none
-    """
-
-    rows: bytes
-    model: bytes
-
-    @classmethod
-    def of(cls, found: PartialChecksums) -> ChecksumPart:
-        rows = found.engine_ranks.astype("<u8", copy=False)
-        return cls(rows.tobytes(), whole_model.to_bytes(found.model))
-
-
 class Checksums(msgspec.Struct, frozen=True):
     """The checksums that one engine rank's weights must have, by all trainer ranks together.
 
@@ -59,7 +43,7 @@ class Checksums(msgspec.Struct, frozen=True):
         return np.frombuffer(self.row, "<u8").astype(np.uint64)
 
 
-def summed(parts: list[ChecksumPart], engine_ranks: int) -> list[Checksums]:
+def summed(parts: list[PartialChecksums], engine_ranks: int) -> list[Checksums]:
     """Returns each engine rank's checksums, the sums of all trainer ranks' parts."""
     rows = np.add.reduce([np.frombuffer(part.rows, "<u8").reshape(engine_ranks, -1) for part in parts], axis=0)
     model = whole_model.model_digest(part.model for part in parts)

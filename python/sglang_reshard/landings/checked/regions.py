@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ class RegionKind(msgspec.Struct, frozen=True, array_like=True, order=True):
     start: tuple[int, ...]
     count: tuple[int, ...]
     step: tuple[int, ...]
-    copies: int = 1
+    copies: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] = 1
 
     @property
     def region(self) -> Region:

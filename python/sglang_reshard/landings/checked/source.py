@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -23,14 +23,14 @@ from sglang_reshard.plan.tensor_index import TensorClass
 _SAME_VERSION = "Run the same version of sglang-reshard on trainer and engine."
 
 
-class PartialChecksums(NamedTuple):
+class PartialChecksums(msgspec.Struct, frozen=True):
     """One trainer rank's part of the checksums; the parts of all trainer ranks add up modulo 2^64.
 
-    engine_ranks  uint64 [engine ranks, groups]
-    model         of the whole model, see `whole_model`; None for a sample, and if the model has no digest
+    rows   checksums of the engine ranks that ask, little-endian uint64 [engine ranks, groups]
+    model  of the whole model, see `whole_model`; None for a sample, and if the model has no digest
     """
 
-    engine_ranks: np.ndarray
+    rows: bytes
     model: int | None
 
 
@@ -80,7 +80,7 @@ class SourceChecksums:
         model = None
         if self._model_factors is not None and selection == Selection.full():
             model = int((own * self._model_factors).sum(dtype=np.uint64))
-        return PartialChecksums(found, model)
+        return PartialChecksums(found.astype("<u8", copy=False).tobytes(), model)
 
 
 _Share = list[tuple[RegionSpec, LocalRegion]]
@@ -133,15 +133,6 @@ def _check(regions: RegionSet, engine_rank: int, tensor_index: TensorIndex) -> N
                 f"engine rank {engine_rank} requests a checksum of {tensor.name} as {regions.kinds[kind]}, but it is "
                 f"{tensor.dtype} {tensor.shape} in the trainer's layout. {_SAME_VERSION}"
             )
-    for kind in regions.kinds:  # also those of no region
-        if not _is_copied(kind):
-            raise Mismatch(
-                f"engine rank {engine_rank} says that it keeps {kind.copies} copies of a region. {_SAME_VERSION}"
-            )
-
-
-def _is_copied(kind: RegionKind) -> bool:
-    return 1 <= kind.copies < 1 << 31
 
 
 def _are_below(numbers: np.ndarray, end: int) -> bool:
@@ -149,6 +140,4 @@ def _are_below(numbers: np.ndarray, end: int) -> bool:
 
 
 def _is_region_of(kind: RegionKind, of: TensorClass) -> bool:
-    if kind.dtype not in ITEM_BYTES or not _is_copied(kind):
-        return False
-    return is_within(kind.start, kind.count, kind.step, of.shape)
+    return kind.dtype in ITEM_BYTES and is_within(kind.start, kind.count, kind.step, of.shape)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
 from sglang_reshard.landings.base import Published, Responder
-from sglang_reshard.landings.checked.messages import ChecksAsk, ChecksumPart, Checksums, summed
+from sglang_reshard.landings.checked.messages import ChecksAsk, Checksums, summed
 from sglang_reshard.landings.checked.regions import RegionSet, Selection
-from sglang_reshard.landings.checked.source import SourceChecksums
+from sglang_reshard.landings.checked.source import PartialChecksums, SourceChecksums
 from sglang_reshard.layout.names import renamed
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import Failure, Outcome, Question
@@ -25,23 +24,14 @@ logger = get_logger(__name__)
 _Key = tuple[tuple[str, ...], str, tuple[object, ...]]
 
 
-class _Answer(NamedTuple):
-    """The checksums that were sent of a selection of the shards."""
-
-    of: SourceChecksums
-    selection: Selection
-    part: ChecksumPart
-
-
 class TrainerChecks(Responder):
     """Answers on one trainer rank, of `size`. Keeps checksums, and the views that they are of, between updates."""
 
     def __init__(self, session: Session, trainer_rank: int, size: int, timeout_s: float) -> None:
         self._session, self._rank, self._size, self._timeout_s = session, trainer_rank, size, timeout_s
-        self._regions: dict[str, RegionSet] = {}
         self._known: dict[_Key, SourceChecksums] = {}
         self._used: dict[_Key, SourceChecksums] = {}  # in this update
-        self._answered: list[_Answer] = []
+        self._answered: list[tuple[SourceChecksums, Selection, PartialChecksums]] = []
 
     def answer(
         self,
@@ -54,8 +44,8 @@ class TrainerChecks(Responder):
         try:
             ask = question.asked(ChecksAsk)
             checksums = self._checksums(ask, published(), shards)
-            found = ChecksumPart.of(checksums.compute(ask.selection))
-            self._answered.append(_Answer(checksums, ask.selection, found))
+            found = checksums.compute(ask.selection)
+            self._answered.append((checksums, ask.selection, found))
             part = Outcome(found)
         except Exception as error:
             if not isinstance(error, ReshardError):
@@ -79,9 +69,7 @@ class TrainerChecks(Responder):
         """
         answered, self._answered = self._answered, []
         self._known, self._used = self._used or self._known, {}
-        regions = {digest for of_ranks, *_ in self._known for digest in of_ranks}
-        self._regions = {digest: self._regions[digest] for digest in self._regions.keys() & regions}
-        if writable and any(ChecksumPart.of(of.compute(selection)) != part for of, selection, part in answered):
+        if writable and any(of.compute(selection) != part for of, selection, part in answered):
             raise Mismatch(
                 f"the shards of trainer rank {self._rank} changed during update {update}, while peers could write to "
                 "them. Do not train on them: load a checkpoint, and look for processes on this network that are not "
@@ -92,11 +80,11 @@ class TrainerChecks(Responder):
         """Drops the views that keep the shards' memory."""
         self._known, self._used, self._answered = {}, {}, []
 
-    def _answer_all(self, channel: TrainerChannel, question: Question, own: Outcome[ChecksumPart]) -> None:
+    def _answer_all(self, channel: TrainerChannel, question: Question, own: Outcome[PartialChecksums]) -> None:
         """Answers the engines with the sums of all trainer ranks' parts, or with the failure of one."""
         engine_ranks = len(question.asked(ChecksAsk).regions)
         try:
-            others = channel.collect_parts(question, ChecksumPart, self._size, self._timeout_s)
+            others = channel.collect_parts(question, PartialChecksums, self._size, self._timeout_s)
             answers = [Outcome(sums) for sums in summed([part.result() for part in (own, *others)], engine_ranks)]
         except Aborted:
             raise
@@ -115,15 +103,16 @@ class TrainerChecks(Responder):
         return self._used[key]
 
     def _compute(self, ask: ChecksAsk, published: Published, shards: Sequence[torch.Tensor]) -> SourceChecksums:
+        regions: dict[str, RegionSet] = {}
         for rank, digest in enumerate(ask.regions):
-            if digest not in self._regions:
+            if digest not in regions:
                 what = f"the regions of engine rank {rank}"
-                self._regions[digest] = self._session.get(digest, RegionSet, what, self._timeout_s)
+                regions[digest] = self._session.get(digest, RegionSet, what, self._timeout_s)
         source = published.source
         if ask.names:
             what = "the names that the engine's loader reads"
             source = renamed(source, self._session.get(ask.names, tuple[str, ...], what, self._timeout_s))
-        return SourceChecksums(source, shards, self._rank, [self._regions[digest] for digest in ask.regions])
+        return SourceChecksums(source, shards, self._rank, [regions[digest] for digest in ask.regions])
 
 
 responder = TrainerChecks

@@ -50,25 +50,15 @@ def region_coefficients(
     return factors[tensors]
 
 
-def to_bytes(part: int | None) -> bytes:
-    """Returns a trainer rank's part as it is sent; empty for None."""
-    return b"" if part is None else part.to_bytes(_BYTES, "little")
-
-
-def model_digest(parts: Iterable[bytes]) -> str:
-    """Returns the sum of all trainer ranks' parts as 16 hexadecimal digits; empty if one of them has none."""
-    total = 0
-    for part in parts:
-        if len(part) != _BYTES:
-            return ""
-        total += int.from_bytes(part, "little")
-    return f"{total % MODULUS:0{2 * _BYTES}x}"
+def model_digest(parts: Iterable[int | None]) -> str:
+    """Returns the digest of all trainer ranks' parts; empty if one of them has none."""
+    found = list(parts)
+    return "" if None in found else _digest(filter(None, found))
 
 
 def digest_of_sums(names: Iterable[str], sums: Iterable[int]) -> str:
     """Returns the digest of a model whose whole tensors have these checksums."""
-    total = sum(_name_coefficient(name) * int(tensor) for name, tensor in zip(names, sums, strict=True))
-    return f"{total % MODULUS:0{2 * _BYTES}x}"
+    return _digest(_name_coefficient(name) * int(tensor) for name, tensor in zip(names, sums, strict=True))
 
 
 def with_kept(digest: str, kept: Iterable[str]) -> str:
@@ -94,8 +84,12 @@ def with_versions(digest: str, versions: Mapping[str, str]) -> str:
 
 
 def _with_names(digest: str, names: Iterable[str]) -> str:
-    total = int(digest, 16) + sum(_name_coefficient(name) for name in names)
-    return f"{total % MODULUS:0{2 * _BYTES}x}"
+    return _digest([int(digest, 16), *map(_name_coefficient, names)])
+
+
+def _digest(sums: Iterable[int]) -> str:
+    """Returns the sum as 16 hexadecimal digits."""
+    return f"{sum(sums) % MODULUS:0{2 * _BYTES}x}"
 
 
 def _name_coefficient(name: str) -> int:

@@ -16,28 +16,47 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard.copying.copy_list import CopyList
-from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.layout.regions import Region
 from sglang_reshard.observability.report import Traffic
-from sglang_reshard.plan import TensorIndex
+from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting
-from sglang_reshard.routes.broadcast.plan import BroadcastPlan, BroadcastStrategy, Bucket
+from sglang_reshard.routes.broadcast.plan import BroadcastStrategy, Bucket, plan_broadcast
 from sglang_reshard.routes.ipc import DirectReads, read_targets
-from sglang_reshard.routes.strategy import Strategy
-from sglang_reshard.routes.wire.communicator import Communicator, Communicators, backend_of
+from sglang_reshard.routes.p2p.groups import check_broadcast_members
+from sglang_reshard.routes.strategy import REQUESTED, Strategy
+from sglang_reshard.routes.wire.communicator import Communicator, Communicators
 from sglang_reshard.routes.wire.rounds import BUCKETS, Wait, run_rounds
 
 if TYPE_CHECKING:
     from sglang_reshard.trace.program import Copy, Program
 
 
+def plan(
+    index: TensorIndex,
+    demands: Sequence[RankDemand],
+    topology: ClusterTopology,
+    bucket_bytes: int,
+    reason: str = REQUESTED,
+) -> Strategy:
+    """Raises Unsupported for a trainer rank whose memory nobody can read, and for groups that NCCL would refuse."""
+    broadcasts = plan_broadcast(index, demands, topology.trainer_hosts, bucket_bytes)
+    trainer_ranks = len(topology.trainer_hosts)
+    check_broadcast_members([group.members for group in broadcasts.groups], topology.engine_devices)
+    if topology.on_gpu:
+        for members in dict.fromkeys(group.members for group in broadcasts.groups):
+            topology.check_messages([trainer_ranks + engine_rank for engine_rank in members])
+    nothing_sent = np.zeros((trainer_ranks, len(demands)), np.int64)
+    return BroadcastStrategy("broadcast", reason, nothing_sent, broadcasts=broadcasts)
+
+
 class _BucketOps(NamedTuple):
-    """This rank's operations on one bucket. `pack` is None unless this rank is the group's leader."""
+    """This rank's operations on one bucket. `pack` copies nothing unless this rank is the group's leader."""
 
     communicator: Communicator
     root: int
     buffer: torch.Tensor
-    pack: CopyList | None
+    pack: CopyList
     unpack: CopyList
 
 
@@ -56,7 +75,6 @@ class BroadcastEngineEnd(EngineEnd):
             members,
             peer_id=reads.engine_rank,
             trainer_ranks=0,
-            backend=backend_of(reads.device),
             device=reads.device,
             timeout_s=reads.timeout_s,
         )
@@ -73,13 +91,13 @@ class BroadcastEngineEnd(EngineEnd):
         """Makes all views and buffers."""
         reads, plan = self._side.reads, self._plan
         engine_rank = reads.engine_rank
-        own = [bucket for bucket in plan.buckets if engine_rank in plan.groups[bucket.group].members]
+        own = plan.buckets(reads.tensor_index, engine_rank)
         largest = max((bucket.nbytes for bucket in own), default=0)
         buffers = [torch.empty(largest, dtype=torch.uint8, device=reads.device) for _ in own[:BUCKETS]]
         mask = plan.direct_reads[engine_rank][reads.read_plan.shards(reads.tensor_index)]
         direct = np.flatnonzero(mask).tolist()  # of shards that no other rank needs
         if reads.program.arrivals:
-            written = targets_by_bucket(reads.tensor_index, reads.program, plan, own)
+            written = targets_by_bucket(reads.tensor_index, reads.program, own)
             reads.landing.place(written, read_targets(reads.read_plan, direct))
         self._direct = DirectReads(reads, direct)
         self.nbytes = sum(b.numel() for b in buffers) + self._direct.extra_bytes
@@ -99,8 +117,7 @@ class BroadcastEngineEnd(EngineEnd):
 
     def _broadcast(self, turn: int) -> Wait:
         ops = self._ops[turn]
-        if ops.pack is not None:
-            ops.pack.run()
+        ops.pack.run()
         return ops.communicator.broadcast(ops.buffer, ops.root).wait
 
     def _unpack(self, turn: int) -> None:
@@ -110,22 +127,21 @@ class BroadcastEngineEnd(EngineEnd):
     def _bucket_ops(
         self, groups: Communicators, copies_of: dict[str, list[Copy]], bucket: Bucket, buffer: torch.Tensor
     ) -> _BucketOps:
-        reads, group = self._side.reads, self._plan.groups[bucket.group]
-        tensor_index, leads = reads.tensor_index, group.leader == reads.engine_rank
+        reads, group = self._side.reads, bucket.group
+        layout, leads = reads.tensor_index.layout, group.leader == reads.engine_rank
         pack, unpack = CopyList(), CopyList()
-        payload_bytes = 0
-        for segment in self._plan.bucket_segments(tensor_index, bucket):
-            tensor = int(tensor_index.tensor_of(segment.shard))
-            tensor_class = tensor_index.tensor_class(tensor)
+        payload_bytes = sum(segment.nbytes for segment in bucket.segments)
+        for tensor, shard, box, offset, nbytes in bucket.segments:
+            tensor_class = reads.tensor_index.tensor_class(tensor)
             dtype = getattr(torch, tensor_class.dtype)
-            nbytes = segment.box.numel * tensor_class.item_bytes
-            data = buffer[segment.offset : segment.offset + nbytes].view(dtype).view(segment.box.shape)
+            data = buffer[offset : offset + nbytes].view(dtype).view(box.shape)
             if leads:
-                region = tensor_class.shard_map.to_local(tensor_index.shard(segment.shard), Region.of(segment.box))
+                region = tensor_class.shard_map.to_local(shard, Region.of(box))
                 pack.add(data, reads.memory[group.trainer_rank].region(tensor, region, dtype))
-            for copy in copies_of.get(tensor_index.layout.tensors[tensor].name, ()):
-                _unpack_box(unpack, reads.program, copy, segment.box, data)
-            payload_bytes += nbytes
+            for copy in copies_of.get(layout.tensors[tensor].name, ()):
+                if (part := copy.within(box)) is not None:
+                    destination = part.destination(reads.program.targets[part.target])
+                    unpack.add(destination, data[part.region.slices(box.start)])
         for copies in (pack, unpack):
             copies.build()
             self.nbytes += copies.table_bytes
@@ -133,29 +149,24 @@ class BroadcastEngineEnd(EngineEnd):
         if leads:
             self._read_bytes[group.trainer_rank] = self._read_bytes.get(group.trainer_rank, 0) + payload_bytes
         communicator = groups.get(group.members)
-        return _BucketOps(communicator, group.leader, buffer[: bucket.nbytes], pack if leads else None, unpack)
+        return _BucketOps(communicator, group.leader, buffer[: bucket.nbytes], pack, unpack)
 
 
-def targets_by_bucket(
-    index: TensorIndex, program: Program, plan: BroadcastPlan, buckets: Sequence[Bucket]
-) -> list[set[str]]:
+engine_end = BroadcastEngineEnd
+
+
+def targets_by_bucket(index: TensorIndex, program: Program, buckets: Sequence[Bucket]) -> list[set[str]]:
     """Returns the names of the arrivals that each of an engine rank's buckets has a part of."""
     arriving: dict[str, list[Copy]] = {}
     for copy in program.copies:
         if copy.target in program.arrivals:
             arriving.setdefault(copy.source, []).append(copy)
-    found: list[set[str]] = []
-    for bucket in buckets:
-        targets: set[str] = set()
-        for segment in plan.bucket_segments(index, bucket):
-            name = index.layout.tensors[int(index.tensor_of(segment.shard))].name
-            targets |= {copy.target for copy in arriving.get(name, ()) if copy.within(segment.box)}
-        found.append(targets)
-    return found
-
-
-def _unpack_box(unpack: CopyList, program: Program, copy: Copy, box: Box, data: torch.Tensor) -> None:
-    """Adds the part of `copy` that lies in `box` of its tensor; `data` holds that box."""
-    part = copy.within(box)
-    if part is not None:
-        unpack.add(part.destination(program.targets[part.target]), data[part.region.slices(box.start)])
+    return [
+        {
+            copy.target
+            for segment in bucket.segments
+            for copy in arriving.get(index.layout.tensors[segment.tensor].name, ())
+            if copy.within(segment.box)
+        }
+        for bucket in buckets
+    ]

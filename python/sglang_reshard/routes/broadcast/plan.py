@@ -14,16 +14,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.layout.regions import Box, Region, aligned, split
+from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.layout.shard_map import ShardBox
 from sglang_reshard.memory.peer_memory import ShardRead
 from sglang_reshard.plan.read_plan import RankDemand, ReadPlan, demanded_shards
 from sglang_reshard.plan.tensor_index import TensorIndex
+from sglang_reshard.routes.p2p.messages import BufferSlice, SendItem, cut_messages
 from sglang_reshard.routes.strategy import Strategy, shard_reads
 
 
@@ -37,69 +38,62 @@ class BroadcastGroup:
 
 
 class Segment(NamedTuple):
-    """A box of a shard at `offset` bytes of a bucket, row-major."""
+    """A box of a shard of the layout's tensor number `tensor`, at `offset` bytes of a bucket, row-major."""
 
-    shard: int
+    tensor: int
+    shard: ShardBox
     box: Box
     offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """One broadcast of group number `group`: its segments from `first` to `last`."""
-
-    group: int
-    first: int
-    last: int
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """All segments of a group, by column. `chunk` numbers the boxes of a shard larger than a bucket; -1 for others."""
+class Bucket(NamedTuple):
+    """One broadcast of a group."""
 
-    shard: np.ndarray
-    chunk: np.ndarray
-    nbytes: np.ndarray
-    offset: np.ndarray
+    group: BroadcastGroup
+    segments: list[Segment]
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastPlan:
     """All transfers of one update.
 
-    segments      of each group
-    buckets       in the order in which every rank goes through those of its groups
+    shards        that each group broadcasts, ascending
+    nbytes        of these together
     direct_reads  shards that a rank reads from memory itself, bool [engine ranks, shards]
     direct_bytes  bytes of these, [trainer ranks, engine ranks]
     """
 
     bucket_bytes: int
     groups: tuple[BroadcastGroup, ...]
-    segments: tuple[Segments, ...]
-    buckets: tuple[Bucket, ...]
+    shards: tuple[np.ndarray, ...]
+    nbytes: tuple[int, ...]
     direct_reads: np.ndarray
     direct_bytes: np.ndarray
 
     def digest(self) -> str:
-        found = hashlib.sha256(repr((self.bucket_bytes, self.groups, self.buckets)).encode())
-        for s in self.segments:
-            for column in (s.shard, s.chunk, s.offset):
-                found.update(np.ascontiguousarray(column).data)
+        found = hashlib.sha256(repr((self.bucket_bytes, self.groups, self.nbytes)).encode())
+        for shards in self.shards:
+            found.update(np.ascontiguousarray(shards).data)
         found.update(np.packbits(self.direct_reads).data)
         return found.hexdigest()
 
-    def bucket_segments(self, index: TensorIndex, bucket: Bucket) -> list[Segment]:
-        of, own = self.segments[bucket.group], slice(bucket.first, bucket.last)
+    def buckets(self, index: TensorIndex, engine_rank: int) -> list[Bucket]:
+        """Returns the broadcasts that an engine rank takes part in, in the order in which it goes through them.
+
+        All members of a group cut its shards alike. Taking the first bucket of every group, then the second, keeps
+        groups that share no rank busy at the same time; that all ranks do so rules out deadlock.
+        """
         found = []
-        for shard, chunk, offset in zip(
-            of.shard[own].tolist(), of.chunk[own].tolist(), of.offset[own].tolist(), strict=True
-        ):
-            box = index.shard(shard).box
-            if chunk >= 0:
-                box = _chunks(box, index.item_bytes(shard), self.bucket_bytes)[chunk]
-            found.append(Segment(shard, box, offset))
-        return found
+        for number, (group, shards) in enumerate(zip(self.groups, self.shards, strict=True)):
+            if engine_rank in group.members:
+                held = [(tensor, index.shard(n)) for tensor, n in zip(index.tensor_of(shards), shards, strict=True)]
+                items = [SendItem(shard.box.shape, index.tensor_class(tensor).item_bytes) for tensor, shard in held]
+                for turn, message in enumerate(cut_messages(items, self.bucket_bytes)):
+                    segments = [_segment(*held[part.item], part) for part in message.slices]
+                    found.append((turn, number, Bucket(group, segments, message.nbytes)))
+        return [bucket for *_, bucket in sorted(found, key=lambda turn: turn[:2])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +112,9 @@ class BroadcastStrategy(Strategy):
         alone = np.flatnonzero(broadcasts.direct_reads[engine_rank][plan.shards(index)])
         for trainer_rank in np.unique(plan.trainer_ranks[alone]).tolist():
             found[trainer_rank] = shard_reads(plan, index, alone[plan.trainer_ranks[alone] == trainer_rank])
-        for group, segments in zip(broadcasts.groups, broadcasts.segments, strict=True):
+        for group, shards in zip(broadcasts.groups, broadcasts.shards, strict=True):
             if group.leader == engine_rank:
-                whole = (_whole_shard(index, shard) for shard in np.unique(segments.shard).tolist())
+                whole = (_whole_shard(index, shard) for shard in shards.tolist())
                 found.setdefault(group.trainer_rank, []).extend(whole)
         return dict(sorted(found.items()))
 
@@ -153,21 +147,9 @@ def plan_broadcast(
             else:
                 shards_of.setdefault(BroadcastGroup(trainer_rank, leader, members), []).append(shards)
     groups = tuple(sorted(shards_of))
-    cut = [
-        _buckets(index, np.sort(np.concatenate(shards_of[group])), nbytes, number, bucket_bytes)
-        for number, group in enumerate(groups)
-    ]
-    # All ranks go through the buckets in this one order, which rules out deadlock. Taking the first bucket of every
-    # group, then the second, keeps groups that share no rank busy at the same time.
-    turns = sorted((turn, bucket.group, bucket) for _, buckets in cut for turn, bucket in enumerate(buckets))
-    return BroadcastPlan(
-        bucket_bytes,
-        groups,
-        tuple(segments for segments, _ in cut),
-        tuple(turn[-1] for turn in turns),
-        direct_reads,
-        direct_bytes,
-    )
+    of_groups = tuple(np.sort(np.concatenate(shards_of[group])) for group in groups)
+    sizes = tuple(int(nbytes[of_group].sum()) for of_group in of_groups)
+    return BroadcastPlan(bucket_bytes, groups, of_groups, sizes, direct_reads, direct_bytes)
 
 
 def _alike(index: TensorIndex, needed: np.ndarray) -> list[tuple[tuple[int, ...], list[int], np.ndarray]]:
@@ -191,50 +173,18 @@ def _alike(index: TensorIndex, needed: np.ndarray) -> list[tuple[tuple[int, ...]
     ]
 
 
-def _buckets(
-    index: TensorIndex, shards: np.ndarray, nbytes: np.ndarray, group: int, bucket_bytes: int
-) -> tuple[Segments, list[Bucket]]:
-    """Packs shards into buckets, in order; a shard larger than a bucket is cut into chunks."""
-    large = np.flatnonzero(nbytes[shards] > bucket_bytes)
-    items = {int(i): index.item_bytes(int(shards[i])) for i in large}
-    chunks = {i: _chunks(index.shard(int(shards[i])).box, item, bucket_bytes) for i, item in items.items()}
-    times = np.ones(len(shards), np.int64)
-    times[large] = [len(chunks[int(i)]) for i in large]
-    begin = np.cumsum(times) - times
-    shard, size = np.repeat(shards, times), np.repeat(nbytes[shards], times)
-    chunk = np.full(int(times.sum()), -1, np.int32)
-    for i, boxes in chunks.items():
-        own = slice(int(begin[i]), int(begin[i]) + len(boxes))
-        chunk[own] = np.arange(len(boxes))
-        size[own] = [box.numel * items[i] for box in boxes]
-    padded = aligned(size)
-    upto = np.cumsum(padded)
-    offset = np.empty_like(size)
-    buckets = []
-    first = 0
-    while first < len(size):
-        before = int(upto[first] - padded[first])
-        # The last segment of a bucket needs no padding: it may end where its padding would not fit.
-        last = int(np.searchsorted(upto, before + bucket_bytes, side="right"))
-        if last < len(size) and upto[last] - padded[last] + size[last] <= before + bucket_bytes:
-            last += 1
-        last = max(last, first + 1)
-        offset[first:last] = upto[first:last] - padded[first:last] - before
-        buckets.append(Bucket(group, first, last, int(upto[last - 1]) - before))
-        first = last
-    return Segments(shard, chunk, size, offset), buckets
+def _segment(tensor: int, shard: ShardBox, part: BufferSlice) -> Segment:
+    box = shard.box
+    if part.box is not None:
+        start, stop = (tuple(map(sum, zip(ends, box.start, strict=True))) for ends in (part.box.start, part.box.stop))
+        box = Box(start, stop)
+    return Segment(int(tensor), shard, box, part.offset, part.nbytes)
 
 
 def _whole_shard(index: TensorIndex, shard: int) -> ShardRead:
     tensor = int(index.tensor_of(shard))
     of, box = index.tensor_class(tensor), index.shard(shard)
     return ShardRead(tensor, of.shard_map.to_local(box, Region.of(box.box)), of.item_bytes)
-
-
-@lru_cache(maxsize=256)  # called for each of its buckets
-def _chunks(box: Box, item_bytes: int, bucket_bytes: int) -> tuple[Box, ...]:
-    """Cuts a box into boxes of at most one bucket."""
-    return tuple(split(box, max(1, bucket_bytes // item_bytes)))
 
 
 def _nearest_trainer(

@@ -12,6 +12,7 @@ from sglang_reshard.routes.base import AroundEnd, Ask, EngineEnd, EngineSide, Me
 from sglang_reshard.routes.delta.incoming import Incoming, NixlReads, P2pReceives
 from sglang_reshard.routes.delta.offer import DeltaAsk, Sections, moves_less, offered_sections
 from sglang_reshard.routes.delta.target import DeltaTarget
+from sglang_reshard.routes.delta.trainer import DeltaTrainerEnd
 from sglang_reshard.routes.nixl.engine import NixlEngineEnd
 from sglang_reshard.routes.p2p.ask import put_send_requests
 from sglang_reshard.routes.p2p.engine import P2pEngineEnd
@@ -41,7 +42,7 @@ class DeltaEngineEnd(AroundEnd):
             return asked
         if isinstance(wire, NixlEngineEnd):  # p2p has published them
             put_send_requests(session, self._side, wire.round_bytes, as_kept=True, can_apply=self._can_apply)
-        return Ask("delta", DeltaAsk(wire.links, asked.route, msgspec.Raw(encode(asked.message))))
+        return Ask("delta", DeltaAsk(asked.route, msgspec.Raw(encode(asked.message))))
 
     def connect(self, meeting: Meeting) -> None:
         self.inner.connect(meeting)
@@ -100,3 +101,6 @@ class DeltaEngineEnd(AroundEnd):
 
     def _count(self) -> None:
         self.nbytes = self.inner.nbytes + (self._target.extra_bytes if self._target is not None else 0)
+
+
+engine_end, trainer_end = DeltaEngineEnd, DeltaTrainerEnd

@@ -124,7 +124,7 @@ def read_table(
 
 
 class Piece(NamedTuple):
-    """Bytes of a section that are sent together: `nbytes` from `offset` of it. `messages`: whose values they are."""
+    """Bytes of a section that are sent together: `nbytes` from `offset` of it. `messages`: whose they are."""
 
     offset: int
     nbytes: int
@@ -132,22 +132,22 @@ class Piece(NamedTuple):
 
 
 def cut_indexes(encoded: Sequence[Encoded], messages: LinkMessages, round_bytes: int) -> list[Piece]:
-    """Returns the pieces of a section's indexes, `round_bytes` each but for the last. Both sides cut them alike."""
-    begin, nbytes = table_bytes(len(messages)), sum(index_sizes(encoded, messages))
-    return [Piece(begin + done, min(round_bytes, nbytes - done)) for done in range(0, nbytes, round_bytes)]
+    """Returns the pieces of a section's indexes, see `_cut`."""
+    return _cut(index_sizes(encoded, messages), table_bytes(len(messages)), round_bytes)
 
 
 def cut_values(encoded: Sequence[Encoded], messages: LinkMessages, round_bytes: int) -> list[Piece]:
-    """Returns the pieces of a section's values. None has more than `round_bytes`; one message has less.
+    """Returns the pieces of a section's values, see `_cut`."""
+    return _cut(value_sizes(encoded, messages), values_begin(messages), round_bytes)
 
-    Both sides cut them alike.
-    """
-    sizes = value_sizes(encoded, messages)
-    end, found = values_begin(messages), []
+
+def _cut(sizes: Sequence[int], begin: int, round_bytes: int) -> list[Piece]:
+    """Cuts what messages have of these sizes, as both sides do. None is larger than `round_bytes`, as no message is."""
+    found = []
     for run in cut_pieces(sizes, round_bytes):
         nbytes = sum(sizes[run.start : run.stop])
-        found.append(Piece(end, nbytes, run))
-        end += nbytes
+        found.append(Piece(begin, nbytes, run))
+        begin += nbytes
     return found
 
 

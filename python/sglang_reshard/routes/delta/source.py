@@ -103,9 +103,8 @@ class DeltaSource:
         self._committed_in = update
         if self._encoded_in == update and self._encoded:
             indexes, values = self._parts()
-            if not all(
-                verdicts(list(map(is_sound, self._encoded, self._messages.units, indexes)))
-            ):  # others can reach this memory
+            sound = verdicts(list(map(is_sound, self._encoded, self._messages.units, indexes)))
+            if not all(sound):  # others can reach this memory
                 raise Mismatch(
                     "the delta sent in the last update was modified in memory, so it cannot become the base; the next "
                     "update sends all weights. Only sglang-reshard may write to this memory"

@@ -34,7 +34,8 @@ from sglang_reshard.routes.delta.messages import (
 )
 from sglang_reshard.routes.delta.offer import Sections
 from sglang_reshard.routes.ipc import DirectReads, mapped_reads
-from sglang_reshard.routes.p2p.links import P2pLink, engine_links, packed_bytes, sent_tensors
+from sglang_reshard.routes.p2p.links import P2pLink, engine_links, packed_bytes
+from sglang_reshard.routes.p2p.messages import sent_reads
 from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
 from sglang_reshard.shown_names import some_names
 
@@ -43,10 +44,10 @@ if TYPE_CHECKING:  # as everywhere in routes
 
 
 class _Checked(NamedTuple):
-    """The encodings of a trainer rank's messages, and the index of each."""
+    """The encodings of a trainer rank's messages, and the index of each that has one, by its number."""
 
     encoded: list[Encoded]
-    indexes: Sequence[torch.Tensor]
+    indexes: dict[int, torch.Tensor]
 
 
 class DeltaTarget:
@@ -133,34 +134,25 @@ class DeltaTarget:
             self._incoming.start(tables)()
         found: dict[int, _Checked] = {}
         pieces: dict[int, list[Piece]] = {}
-        received: dict[int, torch.Tensor] = {}
         for arrived in tables:
             rank, messages = arrived.trainer_rank, self._written[arrived.trainer_rank]
-
             damaged = functools.partial(self._damaged, rank)
-            encoded = read_table(arrived.buffer, messages, sections[rank].nbytes, damaged)
-            sizes = index_sizes(encoded, messages)
-            received[rank] = torch.empty(sum(sizes), dtype=torch.uint8, device=self._reads.device)
-            found[rank] = _Checked(encoded, received[rank].split(sizes))
-            pieces[rank] = cut_indexes(encoded, messages, self._round_bytes[rank])
-        done = dict.fromkeys(received, 0)
+            found[rank] = _Checked(read_table(arrived.buffer, messages, sections[rank].nbytes, damaged), {})
+            pieces[rank] = cut_indexes(found[rank].encoded, messages, self._round_bytes[rank])
 
-        def keep(_number: int, arrived: PlacedPiece) -> None:
-            begin = done[arrived.trainer_rank]
-            done[arrived.trainer_rank] = end = begin + len(arrived.buffer)
-            received[arrived.trainer_rank][begin:end].copy_(arrived.buffer)
+        def keep(number: int, arrived: PlacedPiece) -> None:
+            rank = arrived.trainer_rank
+            run, sizes = pieces[rank][number].messages, index_sizes(found[rank].encoded, self._written[rank])
+            own = torch.empty(len(arrived.buffer), dtype=torch.uint8, device=self._reads.device)
+            own.copy_(arrived.buffer)
+            found[rank].indexes.update(zip(run, own.split(sizes[run.start : run.stop]), strict=True))
 
         with torch.inference_mode():
             self._run_rounds(pieces, keep)
         return found
 
     def _check_indexes(self) -> None:
-        checked = [
-            (rank, number, how, index)
-            for rank, (encoded, indexes) in self._checked.items()
-            for number, (how, index) in enumerate(zip(encoded, indexes, strict=True))
-            if how.kind in (Kind.POSITIONS, Kind.MASK)
-        ]
+        checked = [(rank, n, own.encoded[n], i) for rank, own in self._checked.items() for n, i in own.indexes.items()]
         with torch.inference_mode():
             sound = verdicts([is_sound(how, self._written[rank].units[n], index) for rank, n, how, index in checked])
         for (rank, number, how, _), is_right in zip(checked, sound, strict=True):
@@ -175,8 +167,15 @@ class DeltaTarget:
         }
 
         def write(number: int, arrived: PlacedPiece) -> None:
-            rank = arrived.trainer_rank
-            _apply(self._written[rank], self._checked[rank], pieces[rank][number].messages, arrived.buffer)
+            messages, own = self._written[arrived.trainer_rank], self._checked[arrived.trainer_rank]
+            run = pieces[arrived.trainer_rank][number].messages
+            sizes = value_sizes(own.encoded, messages)[run.start : run.stop]
+            with torch.inference_mode():
+                for n, values in zip(run, arrived.buffer.split(sizes), strict=True):
+                    how = own.encoded[n]
+                    if how.kind is not Kind.SAME:
+                        apply(how, own.indexes.get(n, values[:0]), values, messages.unit_bytes, messages.read(n))
+                        messages.write(n)
 
         self._run_rounds(pieces, write)
         self._incoming.receive_whole([t for t, section in sections.items() if section.whole])
@@ -200,8 +199,8 @@ class DeltaTarget:
 
     def _damaged(self, trainer_rank: int, number: int, why: str) -> Mismatch:
         """Returns the error for a message that trainer rank has encoded as no trainer rank does."""
-        layout, link = self._reads.tensor_index.layout, self._links[trainer_rank]
-        tensors = sent_tensors(self._reads.read_plan, trainer_rank)
+        layout, plan = self._reads.tensor_index.layout, self._reads.read_plan
+        link, tensors = self._links[trainer_rank], plan.tensor_ids[plan.copy_ids[sent_reads(plan, trainer_rank)]]
         items = dict.fromkeys(int(tensors[part.item]) for part in link.messages[number].slices)
         names = [layout.tensors[tensor].name for tensor in items]
         return Mismatch(
@@ -217,13 +216,3 @@ class DeltaTarget:
             found.append(PlacedPiece(trainer_rank, piece.offset, room[begin : begin + piece.nbytes]))
             begin += self._limits[trainer_rank]
         return found
-
-
-def _apply(messages: LinkMessages, checked: _Checked, run: range, data: torch.Tensor) -> None:
-    sizes = value_sizes(checked.encoded, messages)[run.start : run.stop]
-    with torch.inference_mode():
-        for number, values in zip(run, data.split(sizes), strict=True):
-            how = checked.encoded[number]
-            if how.kind is not Kind.SAME:
-                apply(how, checked.indexes[number], values, messages.unit_bytes, messages.read(number))
-                messages.write(number)

@@ -12,7 +12,7 @@ from sglang_reshard.protocol.messages import Prepare, encode
 from sglang_reshard.routes.base import Meeting, TrainerEnd, TrainerSide
 from sglang_reshard.routes.delta.offer import DeltaAsk, DeltaOffer
 from sglang_reshard.routes.delta.source import DeltaSource, send_sections
-from sglang_reshard.routes.nixl.ask import trainer_name
+from sglang_reshard.routes.nixl.ask import NixlAsk, trainer_name
 from sglang_reshard.routes.nixl.trainer import NixlTrainerEnd
 from sglang_reshard.routes.p2p.ask import get_send_requests, invalid_ask
 from sglang_reshard.routes.p2p.links import sent_link
@@ -46,13 +46,14 @@ class DeltaTrainerEnd(TrainerEnd):
 
     def __init__(self, side: TrainerSide, command: Prepare) -> None:
         ask = command.asked(DeltaAsk)
-        ask.links.check(side.layout.trainer_ranks)
         inner = Prepare(command.transfer, ask.inner, bytes(ask.asked), command.timeout_s)
         self._rank, self._p2p = side.trainer_rank, P2pTrainerEnd(side, inner) if ask.inner == "p2p" else None
         if self._p2p is not None:
-            requests, device, read_from = self._p2p.requests, self._p2p.device, ""
+            links, requests, device, read_from = self._p2p.links, self._p2p.requests, self._p2p.device, ""
         elif ask.inner == "nixl":
-            requests, read_from = get_send_requests(side, ask.links), trainer_name(side.trainer_rank)
+            links, read_from = inner.asked(NixlAsk).links, trainer_name(side.trainer_rank)
+            links.check(side.layout.trainer_ranks)
+            requests = get_send_requests(side, links)
             device = trainer_device(side.shards) or torch.device("cpu")
         else:
             raise invalid_ask(f"transport {ask.inner[:40]!r} does not send deltas")
@@ -60,7 +61,7 @@ class DeltaTrainerEnd(TrainerEnd):
         self._sources: dict[int, DeltaSource] | None = None
         self._changed: dict[int, DeltaSource] = {}  # those whose section has room for what has changed
         if all(request.delta for request in requests.values()):
-            sizes = ask.links.of_trainer_rank(side.trainer_rank)
+            sizes = links.of_trainer_rank(side.trainer_rank)
             shared: DeltaSources = side.shared["delta"]
             self._sources = {
                 e: shared.get(side, request, sizes[e], device, read_from) for e, request in requests.items()

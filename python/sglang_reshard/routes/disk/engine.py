@@ -24,8 +24,9 @@ from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
 from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.landings.checked.whole_model import with_kept
-from sglang_reshard.layout.regions import Box, Region, split
+from sglang_reshard.layout.regions import Box, Region, aligned, split
 from sglang_reshard.observability.report import Traffic
+from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.disk.messages import get_files
@@ -35,7 +36,7 @@ from sglang_reshard.routes.nixl.remote_shards import RemoteShard
 from sglang_reshard.routes.p2p.links import destination_reads, destination_views, targets_by_round
 from sglang_reshard.routes.p2p.messages import send_request
 from sglang_reshard.routes.read_link import ReadLink, ReadMessage
-from sglang_reshard.routes.strategy import Strategy
+from sglang_reshard.routes.strategy import REQUESTED, Strategy, demanded_bytes
 from sglang_reshard.routes.wire.rounds import BUCKETS, Wait, run_rounds
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.geometry import contiguous_strides
@@ -45,6 +46,11 @@ _SOURCE = 0  # the trainer rank that holds all tensors
 _THREADS = 4  # that read at a time
 _SUMS, _VERDICT = "disk/sums", "disk/verdict"  # keys of the session, which is of one update
 _ANSWER_S = 10.0  # that engine rank 0 may take to compare
+
+
+def plan(_index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTopology, bucket_bytes: int) -> Strategy:
+    _, unread = demanded_bytes(demands, topology)
+    return Strategy("disk", REQUESTED, np.minimum(aligned(unread), bucket_bytes), compares=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +75,10 @@ class DiskEngineEnd(EngineEnd):
 
     def connect(self, meeting: Meeting) -> None:
         reads = self._reads
-        self._meeting, self._files = meeting, get_files(meeting.session, reads.tensor_index.layout, reads.timeout_s)
-        self._of_tensor, self._offsets = self._files.places()
+        self._meeting, self._files = meeting, get_files(meeting.session, reads.timeout_s)
         plan = reads.read_plan
         link = self._cut()
-        needed = {int(self._of_tensor[tensor]) for tensor in link.tensor_of}
+        needed = {self._files.file_of[tensor] for tensor in link.tensor_of}
         if not self._files.sums:  # whole files are compared, each by one rank
             needed |= set(self._hashed())
         self.connections = self._opened = OpenFiles(self._files, needed)
@@ -98,11 +103,11 @@ class DiskEngineEnd(EngineEnd):
 
     def _cut(self) -> ReadLink:
         """Returns what this rank reads, in messages. All of it has its place in a bucket."""
-        reads, layout = self._reads, self._reads.tensor_index.layout
+        reads, layout, files = self._reads, self._reads.tensor_index.layout, self._files
 
         def shard(tensor: int) -> RemoteShard:
             strides = contiguous_strides(layout.tensors[tensor].shape)
-            return RemoteShard("", int(self._of_tensor[tensor]), int(self._offsets[tensor]), strides)
+            return RemoteShard("", files.file_of[tensor], files.offsets[tensor], strides)
 
         views = destination_views(reads.program, reads.read_plan, _SOURCE)
         request = send_request(reads.read_plan, _SOURCE)
@@ -177,8 +182,8 @@ class DiskEngineEnd(EngineEnd):
         verdict = self._verdict(dict(zip(self._regions, sums.tolist(), strict=True)))
         if verdict.wrong:
             raise self._differing(verdict.wrong)
-        own, expected = {tensor for tensor, _ in self._regions}, self._files.tensor_sums()
-        if wrong := [t for t in verdict.open if t in own and self._whole(t) != int(expected[t])]:
+        own, expected = {tensor for tensor, _ in self._regions}, self._files.sums
+        if wrong := [t for t in verdict.open if t in own and self._whole(t) != expected[t]]:
             raise self._differing(wrong)
         self.traffic = msgspec.structs.replace(self.traffic, digest=with_kept(verdict.digest, self._meeting.kept))
 
@@ -195,14 +200,14 @@ class DiskEngineEnd(EngineEnd):
                 get(f"{_SUMS}/{rank}", RankSums, f"the checksums of engine rank {rank}", reads.timeout_s)
                 for rank in range(self._ranks)
             ]
-            found = compare(reads.tensor_index, self._files.tensor_sums(), of_ranks)
+            found = compare(reads.tensor_index, np.array(self._files.sums, np.uint64), of_ranks)
             session.put(found, _VERDICT, hashed=False)
         return get(_VERDICT, Verdict, "engine rank 0's comparison of checksums", reads.timeout_s + _ANSWER_S)
 
     def _whole(self, tensor: int) -> int:
         """Returns the checksum of a whole tensor, which this rank reads for that."""
         of, total = self._reads.tensor_index.tensor_class(tensor), 0  # of few tensors: scales of blocks, for example
-        begin, file = int(self._offsets[tensor]), int(self._of_tensor[tensor])
+        begin, file = self._files.offsets[tensor], self._files.file_of[tensor]
         for box in split(Box.whole(of.shape), max(1, self._message_bytes // of.item_bytes)):
             buffer = np.empty(box.numel * of.item_bytes, np.uint8)
             self._opened.read(Run(file, begin, buffer))
@@ -231,6 +236,9 @@ class DiskEngineEnd(EngineEnd):
             f"snapshot {self._files.snapshot} in {self._files.folder} is damaged: these tensors do not have the "
             f"checksums that its manifest lists: {some_names(names)}. Write a new snapshot"
         )
+
+
+engine_end = DiskEngineEnd
 
 
 def _shares(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 
-from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.protocol.session import Session
 
 _KEY = "disk/files"  # a session is of one snapshot
@@ -30,41 +27,23 @@ class DiskFiles(msgspec.Struct, frozen=True):
     """The files of a snapshot, and where each tensor of the layout is in them.
 
     folder   absolute path, the same on all hosts of the engine
-    file_of  number of each tensor's file, little-endian int32
-    offsets  of each tensor's first byte in its file, little-endian int64
-    sums     checksum of each whole tensor, see `landings.checked`, little-endian uint64; empty if the snapshot has none
+    file_of  number of each tensor's file
+    offsets  of each tensor's first byte in its file
+    sums     checksum of each whole tensor, see `landings.checked`; empty if the snapshot has none
     """
 
     snapshot: str
     folder: str
     files: tuple[DiskFile, ...]
-    file_of: bytes
-    offsets: bytes
-    sums: bytes = b""
-
-    def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns each tensor's file number and offset in bytes."""
-        return np.frombuffer(self.file_of, "<i4").astype(np.int64), np.frombuffer(self.offsets, "<i8")
-
-    def tensor_sums(self) -> np.ndarray:
-        """Returns uint64 [tensors]."""
-        return np.frombuffer(self.sums, "<u8").astype(np.uint64)
+    file_of: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sums: tuple[int, ...] = ()
 
 
 def put_files(session: Session, files: DiskFiles) -> None:
     session.put(files, _KEY, hashed=False)
 
 
-def get_files(session: Session, layout: SourceLayout, timeout_s: float) -> DiskFiles:
-    """Returns the files of a layout's tensors. Raises Mismatch unless every tensor lies in its file."""
-    found = session.get(_KEY, DiskFiles, "the list of the snapshot's files", timeout_s, hashed=False)
-    count = len(layout.tensors)
-    columns = len(found.file_of) // 4, len(found.offsets) // 8, len(found.sums) // 8 if found.sums else count
-    if columns != (count,) * 3 or (len(found.file_of) + len(found.offsets) + len(found.sums)) % 4:
-        raise Mismatch(f"the list of the files of snapshot {found.snapshot!r} does not have {count} tensors")
-    numbers, offsets = found.places()
-    for tensor, number, offset in zip(layout.tensors, numbers.tolist(), offsets.tolist(), strict=True):
-        file = found.files[number] if 0 <= number < len(found.files) else None
-        if file is None or not file.header_bytes <= offset <= file.nbytes - tensor.spec.nbytes:
-            raise Mismatch(f"snapshot {found.snapshot!r}: {tensor.name} lies in none of the snapshot's files")
-    return found
+def get_files(session: Session, timeout_s: float) -> DiskFiles:
+    """Returns what the server has listed, once it has found every tensor of the layout in a file."""
+    return session.get(_KEY, DiskFiles, "the list of the snapshot's files", timeout_s, hashed=False)

@@ -6,18 +6,13 @@ import msgspec
 
 from sglang_reshard.protocol.session import Session, of_engine
 from sglang_reshard.routes.nixl.remote_shards import RemoteShards, check_remote_shards
-from sglang_reshard.routes.p2p.ask import invalid_ask
+from sglang_reshard.routes.p2p.ask import Links
 
 
 class NixlAsk(msgspec.Struct, frozen=True):
-    """Asks trainer ranks to register their shards; `read` says which."""
+    """Asks those trainer ranks to register their shards that `links` have reads from."""
 
-    read: tuple[bool, ...]
-
-    def check(self, trainer_ranks: int) -> None:
-        """Raises Mismatch unless this can be of this number of trainer ranks."""
-        if len(self.read) != trainer_ranks:
-            raise invalid_ask(f"it lists {len(self.read)} trainer ranks, expected {trainer_ranks}")
+    links: Links
 
 
 def trainer_name(trainer_rank: int) -> str:

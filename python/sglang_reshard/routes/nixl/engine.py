@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sglang_reshard.observability.report import Traffic
+from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.base import Ask, EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.nixl.ask import NixlAsk, get_remote_shards, trainer_name
 from sglang_reshard.routes.nixl.reader import NixlReader
 from sglang_reshard.routes.nixl.streams import Stream, read_streams, trainer_streams
+from sglang_reshard.routes.nixl.trainer import NixlTrainerEnd
 from sglang_reshard.routes.p2p.ask import Links
-from sglang_reshard.routes.strategy import Strategy
+from sglang_reshard.routes.p2p.messages import round_bytes
+from sglang_reshard.routes.strategy import REQUESTED, Strategy, demanded_bytes
+
+
+def plan(_index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTopology, bucket_bytes: int) -> Strategy:
+    read, unread = demanded_bytes(demands, topology)
+    return Strategy("nixl", REQUESTED, round_bytes(read + unread, bucket_bytes))
 
 
 class NixlEngineEnd(EngineEnd):
@@ -32,8 +40,7 @@ class NixlEngineEnd(EngineEnd):
         self.streams: Mapping[int, Stream] = {}
 
     def ask(self, session: Session) -> Ask | None:
-        read = tuple(any(row) for row in self.links.round_bytes)
-        return Ask("nixl", NixlAsk(read)) if any(read) else None
+        return Ask("nixl", NixlAsk(self.links)) if self.links.any() else None
 
     def connect(self, meeting: Meeting) -> None:
         self.open(meeting)
@@ -62,3 +69,6 @@ class NixlEngineEnd(EngineEnd):
         except BaseException:
             self.reader.close()
             raise
+
+
+engine_end, trainer_end = NixlEngineEnd, NixlTrainerEnd

@@ -152,14 +152,17 @@ def read_streams(reads: Reads, streams: Sequence[Stream], advanced: Callable[[],
 
     Raises PeerDisconnected if a read fails, and DeadlineExceeded if none ends in `reads.timeout_s`.
     """
-    left, polls, since = list(streams), 0, time.monotonic()
+    left, polls, since, landing = list(streams), 0, time.monotonic(), reads.landing
     filling = [stream for stream in streams if stream.landing is not None]
     advanced()
     while left:
         has_advanced = False
         for stream in left:
             has_advanced |= stream.advance()
-        _finish_turns(reads.landing, filling)
+        while (turn := landing.finished) < landing.turns:
+            if any(stream.finished <= turn < stream.count for stream in filling):
+                break
+            landing.arrived(turn)  # all messages of the turn have
         if has_advanced:
             advanced()
             left = [stream for stream in left if not stream.is_done]
@@ -173,12 +176,3 @@ def read_streams(reads: Reads, streams: Sequence[Stream], advanced: Callable[[],
             )
         polls += 1
         time.sleep(0 if polls < _SPINS else _POLL_S)
-
-
-def _finish_turns(landing: Landing, filling: Sequence[Stream]) -> None:
-    """Ends the turns whose messages have arrived."""
-    while landing.finished < landing.turns:
-        turn = landing.finished
-        if any(stream.finished <= turn < stream.count for stream in filling):
-            return
-        landing.arrived(turn)

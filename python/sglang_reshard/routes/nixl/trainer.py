@@ -19,10 +19,10 @@ class NixlTrainerEnd(TrainerEnd):
 
     def __init__(self, side: TrainerSide, command: Prepare, others: Sequence[torch.Tensor] = ()) -> None:
         """Registers `others`, too, which are no shards."""
-        ask = command.asked(NixlAsk)
-        ask.check(side.layout.trainer_ranks)
+        links = command.asked(NixlAsk).links
+        links.check(side.layout.trainer_ranks)
         self._source: NixlSource | None = None
-        if ask.read[side.trainer_rank]:
+        if links.of_trainer_rank(side.trainer_rank):
             self._source = NixlSource(trainer_name(side.trainer_rank), side.shards, others)
             self.writable_bytes = self._source.writable_bytes
             put_remote_shards(side.session, side.engine, side.trainer_rank, self._source.remote)

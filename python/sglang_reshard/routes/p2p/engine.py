@@ -1,23 +1,67 @@
 """An engine rank's end of p2p: receives from the trainer ranks that send, and reads the memory of the others.
 
+ipc+p2p is the same where engine ranks map the memory of some trainer ranks, and are sent the rest.
+
 All views and buffers are made when the transfer is connected. Two buckets alternate: while one is in transit, the other
 is unpacked. See `trainer` for why no order of messages can deadlock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch.distributed as dist
 
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.observability.report import Traffic
+from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.base import Ask, EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.ipc import DirectReads, mapped_reads, read_targets
 from sglang_reshard.routes.p2p.ask import Links, P2pAsk, put_send_requests
+from sglang_reshard.routes.p2p.groups import plan_p2p_groups
 from sglang_reshard.routes.p2p.links import P2pLink, Round, build_rounds, engine_links, targets_by_round
-from sglang_reshard.routes.strategy import Strategy
+from sglang_reshard.routes.p2p.messages import round_bytes
+from sglang_reshard.routes.p2p.trainer import P2pTrainerEnd
+from sglang_reshard.routes.strategy import REQUESTED, Strategy, demanded_bytes
 from sglang_reshard.routes.wire.communicator import Communicators, backend_of
 from sglang_reshard.routes.wire.rounds import BUCKETS, Wait, run_rounds
+
+
+def plan(_index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTopology, bucket_bytes: int) -> Strategy:
+    """Returns the strategy that sends all weights from trainer ranks. Raises Unsupported if NCCL would refuse it."""
+    read, unread = demanded_bytes(demands, topology)
+    try:
+        return send("p2p", REQUESTED, read + unread, topology, bucket_bytes)
+    except Unsupported as error:
+        by_reading = "use transport='auto' or 'ipc', with which the engine rank reads the GPU's memory"
+        raise Unsupported(error.problem, cure=error.cure or by_reading) from None
+
+
+def send(name: str, reason: str, sent: np.ndarray, topology: ClusterTopology, bucket_bytes: int) -> Strategy:
+    """Returns the strategy that sends these bytes, [trainer ranks, engine ranks].
+
+    Raises Unsupported if NCCL would refuse the communicators for it.
+    """
+    per_round = round_bytes(sent, bucket_bytes)
+    return Strategy(name, reason, per_round, _communicators(topology, per_round))
+
+
+def _communicators(topology: ClusterTopology, per_round: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Returns the peer ids of the members of each communicator. Raises Unsupported if NCCL would refuse them."""
+    if not topology.on_gpu:  # gloo connects any ranks
+        return plan_p2p_groups(per_round, _no_gpus(topology.trainer_hosts), _no_gpus(topology.engine_hosts), ())
+    groups = plan_p2p_groups(per_round, topology.trainer_devices, topology.engine_devices, topology.engine_hosts)
+    for members in groups:
+        topology.check_messages(members)
+    return groups
+
+
+def _no_gpus(ranks: Sequence[str]) -> list[RankGpuInfo]:
+    return [RankGpuInfo()] * len(ranks)
 
 
 class P2pEngineEnd(EngineEnd):
@@ -55,7 +99,6 @@ class P2pEngineEnd(EngineEnd):
                 self._groups,
                 peer_id=side.trainer_ranks + side.engine_rank,
                 trainer_ranks=side.trainer_ranks,
-                backend=backend_of(reads.device),
                 device=reads.device,
                 timeout_s=reads.timeout_s,
             )
@@ -98,3 +141,6 @@ class P2pEngineEnd(EngineEnd):
     def _unpack(self, number: int) -> None:
         self._rounds[number][1].run()
         self._direct.finish(number)
+
+
+engine_end, trainer_end = P2pEngineEnd, P2pTrainerEnd

@@ -51,27 +51,27 @@ def plan_p2p_groups(
 
     receivers = np.flatnonzero(round_bytes.any(axis=0)).tolist()
     groups = split(receivers) if receivers else []
-    for group in groups:
-        if (twice := _twice(group, gpus)) is not None:
-            first, second = (peer_name(peer_id, len(trainer_devices)) for peer_id in twice)
-            raise Unsupported(
-                f"{first} and {second} share one GPU ({gpus[twice[0]]}), and NCCL accepts a GPU only once in a "
-                "communicator",
-                cure="give each trainer rank its own GPU" if twice[1] < len(trainer_devices) else "",
-            )
+    _check_gpus(groups, gpus, len(trainer_devices), ("give each trainer rank its own GPU", ""))
     return tuple(sorted(groups, key=lambda group: next(m for m in group if m >= len(trainer_devices))))
 
 
 def check_broadcast_members(groups: Iterable[Sequence[int]], engine_devices: Sequence[RankGpuInfo]) -> None:
     """Raises Unsupported, naming them, for two engine ranks on one GPU in one broadcast group."""
     gpus = [device.uuid for device in engine_devices]
+    _check_gpus(groups, gpus, 0, ("", "use transport='ipc', which needs no communicator"))
+
+
+def _check_gpus(
+    groups: Iterable[Sequence[int]], gpus: Sequence[str], trainer_ranks: int, remedies: Sequence[str]
+) -> None:
+    """Raises Unsupported for two members on one GPU. `remedies`: if both are trainer ranks, and if not."""
     for group in groups:
         if (twice := _twice(group, gpus)) is not None:
-            first, second = twice
+            first, second = (peer_name(peer_id, trainer_ranks) for peer_id in twice)
             raise Unsupported(
-                f"engine rank {first} and engine rank {second} share one GPU ({gpus[first]}), and NCCL accepts a GPU "
-                "only once in a communicator",
-                cure="use transport='ipc', which needs no communicator",
+                f"{first} and {second} share one GPU ({gpus[twice[0]]}), and NCCL accepts a GPU only once in a "
+                "communicator",
+                cure=remedies[twice[1] >= trainer_ranks],
             )
 
 

@@ -79,12 +79,6 @@ def destination_reads(plan: ReadPlan, trainer_rank: int) -> list[tuple[int, ...]
     return [(read, *duplicates.get(read, ())) for read in sent_reads(plan, trainer_rank).tolist()]
 
 
-def sent_tensors(plan: ReadPlan, trainer_rank: int) -> list[int]:
-    """Returns the layout's tensor number of each item that a trainer rank sends."""
-    found: list[int] = plan.tensor_ids[plan.copy_ids[sent_reads(plan, trainer_rank)]].tolist()
-    return found
-
-
 def kept_dtypes(layout: SourceLayout, plan: ReadPlan, program: Program, trainer_rank: int) -> list[str]:
     """Returns the dtype of each item that a trainer rank sends, as it is in live memory.
 

@@ -84,7 +84,6 @@ class P2pTrainerEnd(TrainerEnd):
             ask.groups,
             peer_id=side.trainer_rank,
             trainer_ranks=trainer_ranks,
-            backend=ask.backend,
             device=self.device,
             timeout_s=side.timeout_s,
             transfers=side.engines,

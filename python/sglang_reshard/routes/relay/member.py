@@ -30,6 +30,7 @@ from sglang_reshard.routes.relay.progress import Progress, RelayRoute, Relays
 from sglang_reshard.trace.live_shards import LiveShard, readable_shards
 from sglang_reshard.trace.program import Program
 
+_Held = tuple[OfferedMemory, SourceLayout, tuple[str, ...]]
 _NO_SHARD = RemoteShard("", 0, 0, ())
 
 
@@ -45,10 +46,7 @@ class RelayMember(Kept):
         self._progress = Progress(f"engine rank {engine_rank}")
         self._word: NixlSource | None = None  # its memory is read as long as anybody may ask for it
         self._source: NixlSource | None = None
-        self._program: Program | None = None
-        self._names: tuple[str, ...] = ()
-        self._layout: SourceLayout | None = None
-        self._unreadable: tuple[str, ...] = ()
+        self._held: tuple[Program, _Held] | None = None
         self._offers: RelayOffers | None = None  # those that are waited for
         self.lost = self.remark = ""
 
@@ -102,37 +100,33 @@ class RelayMember(Kept):
         """Deregisters the weights."""
         if self._source is not None:
             self._source.close()
-        self._source = self._program = None
+        self._source = self._held = None
 
     def _part(self, offers: RelayOffers, side: EngineSide) -> OfferedRank:
         try:
-            self._register(side)
+            memory, layout, unreadable = self._register(side)
         except ReshardError as error:
             return OfferedRank(error=str(error))
-        assert self._source is not None
-        assert self._word is not None
-        shards = (*self._source.remote.shards, *self._word.remote.shards)
-        memory = OfferedMemory(self._names, RemoteShards(self._source.remote.metadata, shards))
-        return OfferedRank(host_identity(), offers.put(memory), offers.put(self._layout), self._unreadable)
+        return OfferedRank(host_identity(), offers.put(memory), offers.put(layout), unreadable)
 
-    def _register(self, side: EngineSide) -> None:
-        program, size = side.live, len(side.read_plans)
-        if self._program is program:
-            return
+    def _register(self, side: EngineSide) -> _Held:
+        """Returns what others can read of the live weights, their layout, and the names of those that cannot be."""
+        program, who = side.live, f"engine rank {self._rank}"
+        if self._held is not None and self._held[0] is program:
+            return self._held[1]
         self.close()
-        layout = side.reads.tensor_index.layout
-        shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
+        shapes = {tensor.name: tensor.shape for tensor in side.reads.tensor_index.layout.tensors}
         found, unreadable = readable_shards(program, shapes, self._rank)
         if not found:
-            raise Unsupported(
-                f"engine rank {self._rank}: none of its live weights can be read back as checkpoint tensors"
-            )
+            raise Unsupported(f"{who}: none of its live weights can be read back as checkpoint tensors")
         if self._word is None:
-            self._word = NixlSource(f"engine rank {self._rank}", [self._progress.word])
-        self._source = NixlSource(f"engine rank {self._rank}", [shard.tensor for shard in found])
-        self._layout, self._unreadable = _layout(found, size), tuple(unreadable)
-        self._names = tuple(shard.name for shard in found)
-        self._program = program
+            self._word = NixlSource(who, [self._progress.word])
+        self._source = NixlSource(who, [shard.tensor for shard in found])
+        shards = (*self._source.remote.shards, *self._word.remote.shards)
+        memory = OfferedMemory(tuple(s.name for s in found), RemoteShards(self._source.remote.metadata, shards))
+        held = memory, _layout(found, len(side.read_plans)), tuple(unreadable)
+        self._held = program, held
+        return held
 
     def _relays(
         self, relay: Relay, of_all: Sequence[Offer], check: int, offers: RelayOffers, side: EngineSide

@@ -7,12 +7,14 @@ all engines see the same ones, and plan alike.
 from __future__ import annotations
 
 import contextlib
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from sglang_reshard.control import Address, ControlClient, WaitTimedOut
 from sglang_reshard.errors import Mismatch, ReshardError
-from sglang_reshard.protocol.messages import MAX_NAME_LENGTH, decode, encode
+from sglang_reshard.protocol.messages import Text, decode, encode
 from sglang_reshard.protocol.session import Blobs
 from sglang_reshard.routes.nixl.remote_shards import RemoteShards
 from sglang_reshard.routes.relay.owners import MAX_UPDATE
@@ -32,24 +34,20 @@ class Relay(msgspec.Struct, frozen=True):
     update   number of the update among those of all engines
     """
 
-    session: str
-    engines: tuple[str, ...]
-    own: int
-    update: int
+    session: Text
+    engines: Annotated[tuple[Text, ...], Meta(min_length=2, max_length=_MAX_ENGINES)]
+    own: Annotated[int, Meta(ge=0)]
+    update: Annotated[int, Meta(ge=1, le=MAX_UPDATE)]
 
     @classmethod
     def of(cls, options: bytes) -> Relay:
         """Returns what a request asks. Raises Mismatch for an invalid request."""
         relay = decode(options, cls)
-        if not 2 <= len(relay.engines) <= _MAX_ENGINES or not 0 <= relay.own < len(relay.engines):
-            raise _invalid(
-                f"it names engine {relay.own} of {len(relay.engines)} engines; 2 to {_MAX_ENGINES:,} engines are "
-                "supported"
+        if relay.own >= len(relay.engines):
+            raise Mismatch(
+                f"invalid update request: it names engine {relay.own} of {len(relay.engines)} engines. Send it with "
+                "sglang_reshard.MultiEngineSender"
             )
-        if not 1 <= relay.update <= MAX_UPDATE:
-            raise _invalid(f"the common update number {relay.update} is out of range (1 to {MAX_UPDATE:,})")
-        if max(map(len, (relay.session, *relay.engines))) > MAX_NAME_LENGTH:
-            raise _invalid("the name of an engine is too long")
         return relay
 
 
@@ -134,7 +132,3 @@ class RelayOffers(Blobs):
 
 def _key(engine: int) -> str:
     return f"offer/{engine}"
-
-
-def _invalid(why: str) -> Mismatch:
-    return Mismatch(f"invalid update request: {why}. Send it with sglang_reshard.MultiEngineSender")

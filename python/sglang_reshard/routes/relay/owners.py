@@ -30,9 +30,3 @@ def choose_owners(nbytes: Sequence[int], relayed: np.ndarray, engines: int) -> n
         found[tensor] = least = read.index(min(read))
         read[least] += nbytes[tensor]
     return found
-
-
-def positions(owner_of: np.ndarray, owner: int) -> np.ndarray:
-    """Returns the position of each tensor among those of an owner, in the layout's order; -1 for those of others."""
-    own = owner_of == owner
-    return np.where(own, np.cumsum(own) - 1, -1)

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from sglang_reshard.errors import DeadlineExceeded, PeerDisconnected, ReshardError
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.plan.topology import peer_name
-from sglang_reshard.routes.wire import gloo, nccl
 from sglang_reshard.routes.wire.gloo import GlooGroup
 from sglang_reshard.routes.wire.nccl import NcclGroup
 
@@ -40,6 +39,7 @@ class ProcessGroup(Protocol):
     if `starts_at_once`. They raise RuntimeError when a connection breaks, a deadline passes or the group is aborted.
     """
 
+    interface_variable: str  # names this host's interface to the backend
     starts_at_once: bool
 
     def adopt_stream(self) -> Callable[[], None]:
@@ -61,13 +61,6 @@ class ProcessGroup(Protocol):
 
     def close(self) -> None:
         """Closes all connections, with no message pending: gloo would keep its connection until it has arrived."""
-
-
-_BACKENDS: dict[str, Callable[[dist.Store, int, int, torch.device, float, str, int], ProcessGroup]] = {
-    "gloo": GlooGroup,
-    "nccl": NcclGroup,
-}
-_INTERFACE_VARIABLES = {"gloo": gloo.INTERFACE_VARIABLE, "nccl": nccl.INTERFACE_VARIABLE}
 
 
 def backend_of(device: torch.device) -> str:
@@ -120,7 +113,6 @@ class Communicator:
         *,
         peer_id: int,
         trainer_ranks: int,
-        backend: str,
         device: torch.device,
         timeout_s: float,
         at_once: int = 1,
@@ -129,13 +121,13 @@ class Communicator:
 
         members        the peer ids that participate, ascending; `peer_id` is this rank's
         trainer_ranks  number of trainer ranks, including those that do not participate
-        backend        "gloo" or "nccl"
-        device         this rank's GPU, for nccl
+        device         of the messages; its kind decides between gloo and NCCL
         at_once        groups of this rank that are used at the same time as this one, itself included
         """
         self._names = [peer_name(member, trainer_ranks) for member in members]
         self._group_rank = {member: rank for rank, member in enumerate(members)}
-        self._rank, self._backend, self._device, self._at_once = self._group_rank[peer_id], backend, device, at_once
+        self._rank, self._device, self._at_once = self._group_rank[peer_id], device, at_once
+        self._kind = NcclGroup if runtime().is_gpu(device) else GlooGroup
         self.name, self.timeout_s, self.pending = self._names[self._rank], timeout_s, set[object]()
         self._group: ProcessGroup | None = None
         self._changed, self._aborted, self._closed = threading.Condition(), False, False
@@ -153,8 +145,7 @@ class Communicator:
         deadline = time.monotonic() + self.timeout_s if deadline is None else deadline
         joined = [f"joined/{rank}" for rank in range(len(self._names))]
         self._rendezvous(store, joined, deadline, address)
-        make = _BACKENDS[self._backend]
-        group = make(store, self._rank, len(self._names), self._device, self.timeout_s, address, self._at_once)
+        group = self._kind(store, self._rank, len(self._names), self._device, self.timeout_s, address, self._at_once)
         with self._changed:
             if not (closed := self._closed):
                 self._group = group
@@ -300,12 +291,12 @@ class Communicator:
         if len(set(filter(None, places))) < 2:
             return ""
         said = ", ".join(f"{name} is at {place}" for name, place in zip(self._names, places, strict=True) if place)
-        variable = _INTERFACE_VARIABLES[self._backend]
+        variable = self._kind.interface_variable
         return f". {said}. Can they reach each other there? If not, set {variable} on the hosts to another interface"
 
     def _rendezvous(self, store: dist.Store, joined: list[str], deadline: float, address: str) -> None:
         """Waits until all members have set their keys, so that an error can name those that have not."""
-        interface = os.environ.get(_INTERFACE_VARIABLES[self._backend])
+        interface = os.environ.get(self._kind.interface_variable)
         store.set(joined[self._rank], f"interface {interface} of {socket.gethostname()}" if interface else address)
         try:
             store.wait(joined, timedelta(seconds=max(0.001, deadline - time.monotonic())))
@@ -331,7 +322,6 @@ class Communicators:
         *,
         peer_id: int,
         trainer_ranks: int,
-        backend: str,
         device: torch.device,
         timeout_s: float,
         transfers: int = 1,
@@ -348,7 +338,6 @@ class Communicators:
                 members,
                 peer_id=peer_id,
                 trainer_ranks=trainer_ranks,
-                backend=backend,
                 device=device,
                 timeout_s=timeout_s,
                 at_once=len(numbers) * transfers,

@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _CONNECT_S = 20.0  # for gloo to connect processes that are all running
 _EXPIRED = timedelta(milliseconds=1)
 _UNUSED_TAG = 0x5EA3  # no message is sent with it
@@ -34,6 +33,7 @@ def _await_destructions() -> None:
 class GlooGroup:
     """One rank's end of a gloo process group; see `communicator.ProcessGroup`."""
 
+    interface_variable = "GLOO_SOCKET_IFNAME"
     starts_at_once = True
 
     def __init__(
@@ -56,7 +56,7 @@ class GlooGroup:
 
     def connect(self) -> None:
         timeout = min(self._timeout, timedelta(seconds=_CONNECT_S))
-        if not self._address or os.environ.get(INTERFACE_VARIABLE):  # a user who sets it knows better
+        if not self._address or os.environ.get(self.interface_variable):  # a user who sets it knows better
             self._pg = dist.ProcessGroupGloo(self._store, self._rank, self._size, timeout=timeout)
             return
         options = cast(Any, dist.ProcessGroupGloo)._Options()

@@ -24,7 +24,6 @@ from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.routes.wire.ctas import CTAS
 from sglang_reshard.routes.wire.recorded_works import RECORDED_WORKS
 
-INTERFACE_VARIABLE = "NCCL_SOCKET_IFNAME"
 # Without a watchdog and its monitor, which are started unless waits block (`ProcessGroupNCCL::ProcessGroupNCCL`).
 # Work is then never enqueued for them either (`workEnqueue`): nobody but this module looks at errors. torch offers no
 # option for it, so that a group that another thread makes within the same constructor call has no watchdog either.
@@ -51,6 +50,7 @@ class NcclGroup:
     thread, no further collective would be launched.
     """
 
+    interface_variable = "NCCL_SOCKET_IFNAME"
     starts_at_once = False
 
     def __init__(

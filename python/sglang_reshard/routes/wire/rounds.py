@@ -13,15 +13,11 @@ BUCKETS = 2
 Wait = Callable[[], object]  # returns when a round has ended
 
 
-def _nothing(_number: int = 0) -> None:
-    pass
-
-
 def run_rounds(
     count: int,
     start: Callable[[int], Wait],
-    ended: Callable[[int], None] = _nothing,
-    underway: Callable[[], None] = _nothing,
+    ended: Callable[[int], object] = lambda _: None,
+    underway: Callable[[], object] = lambda: None,
 ) -> None:
     """Starts rounds 0 to `count` - 1, and returns when all have ended.
 
