@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -12,11 +12,17 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.trace.geometry import Geometry
-from sglang_reshard.verl.shard_exchange import LocalBoxes
 
 logger = get_logger(__name__)
 Values: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # returns the memory that has a parameter's elements now
 Convert: TypeAlias = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+
+
+class LocalBoxes(NamedTuple):
+    """The boxes that a rank holds of a checkpoint tensor of `shape` (elements), and where each starts in its memory."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[Box, tuple[int, ...]], ...]
 
 
 class LocalView(NamedTuple):
@@ -82,22 +88,19 @@ class Computed:
             return self._copy.copy_(found)
 
 
-def computed(parameter: torch.Tensor, convert: Convert, values: Values) -> dict[str, tuple[LocalBoxes, Computed]]:
-    """Returns what a converter computes of a parameter that this rank has whole.
+def computed(parameter: torch.Tensor, convert: Convert, values: Values) -> Iterator[tuple[str, LocalBoxes, Computed]]:
+    """Yields what a converter computes of a parameter that this rank has whole.
 
     Raises Unsupported if elements are missing: placeholders of other ranks' are NaN.
     """
     data = values(parameter)
     with torch.no_grad():
         results = convert(data)
-    found = {}
     for name, result in results.items():
         if result.isnan().any() and not data.isnan().any():
             raise Unsupported(f"the converter does arithmetic on {name}, with elements of other trainer ranks")
-        shape, dtype = tuple(result.shape), str(result.dtype).removeprefix("torch.")
-        boxes = LocalBoxes(shape, dtype, ((Box.whole(shape), (0,) * len(shape)),))
-        found[name] = boxes, Computed(parameter, convert, name)
-    return found
+        shape = tuple(result.shape)
+        yield name, LocalBoxes(shape, ((Box.whole(shape), (0,) * len(shape)),)), Computed(parameter, convert, name)
 
 
 def join(parts: Sequence[tuple[LocalBoxes, LocalView | Computed]], values: Values) -> tuple[LocalBoxes, JoinedParts]:
@@ -107,13 +110,13 @@ def join(parts: Sequence[tuple[LocalBoxes, LocalView | Computed]], values: Value
     """
     found = [(local.tensor(values), part, local) for part, local in parts]
     found.sort(key=lambda one: one[0].data_ptr())
-    first, boxes, begin = found[0][1], [], 0
-    if len({(tensor.shape[1:], part.shape, part.dtype) for tensor, part, _ in found}) > 1:
-        raise Unsupported(f"parts of one checkpoint tensor of {first.dtype} {first.shape} have other shapes or dtypes")
+    (first, (shape, _), _), boxes, begin = found[0], [], 0
+    if len({(tensor.shape[1:], tensor.dtype, part.shape) for tensor, part, _ in found}) > 1:
+        raise Unsupported(f"parts of one checkpoint tensor of {first.dtype} {shape} have other shapes or dtypes")
     for tensor, part, _ in found:
         boxes += [(box, (begin + start[0], *start[1:])) for box, start in part.boxes]
         begin += tensor.shape[0]
-    return LocalBoxes(first.shape, first.dtype, tuple(boxes)), JoinedParts([local for *_, local in found])
+    return LocalBoxes(shape, tuple(boxes)), JoinedParts([local for *_, local in found])
 
 
 def _one_view(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -19,7 +19,6 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import ExplicitSharding
 from sglang_reshard.verl.megatron_experts import CheckpointShapes, Finish, finish_of, stacked_experts
 from sglang_reshard.verl.offloaded import OffloadedParameters
-from sglang_reshard.verl.shard_exchange import AllGather
 from sglang_reshard.verl.traced_parameters import Conversion, TracedParameters
 
 # Megatron pads these to a multiple of the tensor parallel size; checkpoints are not padded.
@@ -29,16 +28,16 @@ _PADDED_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 class Megatron:
     """Reads one trainer rank's parameters. Traces their converters at the first sync."""
 
-    def __init__(self, all_gather: AllGather) -> None:
-        self._all_gather = all_gather
+    def __init__(self, trainer_ranks: int) -> None:
+        self._trainer_ranks = trainer_ranks
         self._parameters: TracedParameters | None = None
 
     def has_values(self, engine: Any) -> bool:
-        """Returns whether `tensors` finds all parameters' values, on a GPU or offloaded. Collective the first time."""
+        """Returns whether `tensors` finds all parameters' values, on a GPU or offloaded."""
         return self._freed(engine) is None
 
     def tensors(self, engine: Any) -> list[tuple[str, torch.Tensor, ExplicitSharding]]:
-        """Returns the arguments of `describe`. Raises as `TracedParameters` does, the first time."""
+        """Returns the arguments of `describe`, with partial=True. Raises as `TracedParameters` does, the first time."""
         if (freed := self._freed(engine)) is not None:
             raise Unsupported(
                 f"{_name(engine, freed)} has no memory on this trainer rank, and verl has no host copy of it: "
@@ -56,7 +55,7 @@ class Megatron:
         if self._parameters is None:
             _check(engine)
             values = OffloadedParameters(engine.module).values
-            self._parameters = TracedParameters(_conversions(engine), self._all_gather, values)
+            self._parameters = TracedParameters(_conversions(engine), self._trainer_ranks, values)
         return self._parameters
 
 
@@ -73,16 +72,14 @@ def _check(engine: Any) -> None:
 
 
 def _conversions(engine: Any) -> Iterator[Conversion]:
-    """Yields every parameter of all pipeline stages; Megatron-Bridge lists them in the same order on all ranks."""
+    """Yields every parameter of this rank that is in the checkpoint."""
     vocabulary = engine.model_config.hf_config.get_text_config().vocab_size
-    tasks = engine.bridge.get_conversion_tasks(engine.module)
+    tasks = engine.bridge.get_conversion_tasks(engine.module)  # None, or without a weight: of another pipeline stage
     own = [task for task in tasks if task is not None and task.param_weight is not None]
     shapes = CheckpointShapes(engine.bridge)
     stacked, finish = stacked_experts(engine.bridge, shapes, own), finish_of(engine.bridge, shapes)
-    for task in tasks:
-        if task is None or task.param_weight is None:  # not in the checkpoint, or of another pipeline stage
-            yield Conversion("", None, lambda _: {})
-        elif stack := stacked.get(id(task)):
+    for task in own:
+        if stack := stacked.get(id(task)):
             yield Conversion(task.global_param_name, task.param_weight, stack.converter(task), part=True)
         else:
             # Megatron-Core marks what it keeps equal over pipeline stages, by adding up the gradients.

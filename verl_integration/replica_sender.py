@@ -19,11 +19,10 @@ from sglang_reshard.extras.finite import first_not_finite
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.trainer.collectives import gather_messages
+from sglang_reshard.sources import NamedTensors
 from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.verl.engine_shards import EngineShards, lora_adapter
-from sglang_reshard.verl.fsdp import NamedShards
 from sglang_reshard.verl.metrics import sync_metrics, transport_reasons
 from sglang_reshard.verl.settings import Settings
 
@@ -60,7 +59,7 @@ class ReplicaSender:
         self._adapter_sender: MultiEngineSender | None = None
         self._address: Address | None = None
         self._replicas: Mapping[str, Send | None] = {}
-        self._shards = EngineShards(lambda message, kind: gather_messages(message, kind, world()))
+        self._shards = EngineShards(dist.get_world_size())
         self._version: int | None = None
         self.global_steps: int | None = None  # whose weights the replicas have; None before their first
         self._background: _Background | None = None
@@ -86,8 +85,8 @@ class ReplicaSender:
         if self._sender is None:
             raise Unsupported(_NO_REPLICAS)
         started = time.perf_counter()
-        with self._shards.tensors(engine) as (named_tensors, temporary):
-            return self._sync(self._sender, engine, named_tensors, temporary, global_steps, started)
+        with self._shards.tensors(engine) as (named_tensors, temporary, partial):
+            return self._sync(self._sender, engine, named_tensors, temporary, global_steps, started, partial)
 
     def update_adapter(self, engine: Any, global_steps: int | None) -> dict[str, float]:
         """Updates the LoRA adapter that all replicas serve to the training engine's. Otherwise as `update`."""
@@ -111,10 +110,11 @@ class ReplicaSender:
         self,
         sender: MultiEngineSender,
         engine: Any,
-        named_tensors: NamedShards,
+        named_tensors: NamedTensors,
         temporary: bool,
         global_steps: int | None,
         started: float,
+        partial: bool = False,
     ) -> dict[str, float]:
         """`temporary`: the shards' memory is freed afterwards. Raises Mismatch for weights that `check_finite`
         refuses.
@@ -125,9 +125,8 @@ class ReplicaSender:
         version = None if global_steps is None or global_steps == self._version else str(global_steps)
         frees = temporary or bool(engine.is_param_offload_enabled)
         in_background = self._settings.asynchronous
-        options = replace(
-            self._settings.update, weight_version=version, unmap_after=frees if in_background else temporary
-        )
+        unmap = frees if in_background else temporary
+        options = replace(self._settings.update, weight_version=version, unmap_after=unmap, partial=partial)
         self.failed, self._version = {}, global_steps
         if in_background:
             return self._sync_in_background(sender, named_tensors, options, global_steps)
@@ -140,7 +139,7 @@ class ReplicaSender:
     def _sync_in_background(
         self,
         sender: MultiEngineSender,
-        named_tensors: NamedShards,
+        named_tensors: NamedTensors,
         options: UpdateOptions,
         global_steps: int | None,
     ) -> dict[str, float]:
