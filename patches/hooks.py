@@ -18,7 +18,6 @@ def register() -> None:
         engine,
         engine_start,
         http_server,
-        memory_saver,
         metrics,
         model_runner,
         repacking,
@@ -39,7 +38,7 @@ def register() -> None:
         (f"{manager}._send_one_request", request_gate.refuse_registered),
         (f"{manager}._send_batch_request", request_gate.refuse_registered),
         ("managers.schedule_batch.Req.init_next_round_input", cache_versions.mark),
-        (f"{memory_saver_adapter}.pause", memory_saver.before_pause),
+        (f"{memory_saver_adapter}.pause", model_runner.before_pause),
     )
     after = (
         ("model_loader.loader._initialize_model", repacking.remember),

@@ -17,7 +17,6 @@ from sglang_reshard.patches import (
     prefill_decode,
     sglang_versions,
 )
-from sglang_reshard.patches.engine_rank import engine_rank
 from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
 from sglang_reshard.patches.pipeline import PipelineStage
 from sglang_reshard.protocol.messages import (
@@ -87,7 +86,7 @@ def update_weights_distributed(
                 _flush_cache(self)
     except Exception as error:
         logger.exception("update_weights_distributed failed")
-        rank, _ = engine_rank(self.tp_worker.model_runner)
+        rank, _ = sglang_versions.engine_rank(self.tp_worker.model_runner)
         message = f"engine rank {rank}: {type(error).__name__}: {error}"
         output = DistributedUpdateWeightsOutput(success=False, message=message, torn=written, phase=metrics.ENGINE)
     return UpdateWeightsDistributedReqOutput.of(output)

@@ -25,7 +25,7 @@ from benchmark.soak.trainer import Job
 from benchmark.soak.weights import ENGINE_TP, TRAINER_RANKS
 from benchmark.world import find_tests, free_port
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
-from sglang_reshard.patches.stock_weights import SERVE_DUMMY
+from sglang_reshard.patches.sound_weights import SERVE_DUMMY
 from tools.oracle.digests import LOADER
 
 _START_S, _SAY_EVERY_S = 300.0, 30.0

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmark.demo.reference import greedy_tokens
-from sglang_reshard.patches.stock_weights import SERVE_DUMMY
+from sglang_reshard.patches.sound_weights import SERVE_DUMMY
 from sglang_reshard.verl.megatron import Megatron
 from support import megatron_bridge
 from support.live_engines import NEW_TOKENS, PROMPTS, greedy, live_digests, live_engine

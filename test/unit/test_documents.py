@@ -239,7 +239,7 @@ def test_the_default_of_interface_is_said_of_each_sender():
 
 
 def test_the_order_of_engine_ranks_is_the_codes_own():
-    formula = re.search(r"rank = (.*)", (ROOT / "patches" / "engine_rank.py").read_text())[1]
+    formula = re.search(r"rank = (.*)", (ROOT / "patches" / "sglang_versions.py").read_text())[1]
     assert formula in text("docs/compatibility.md")
     short = {
         "data parallel rank": "dp",
