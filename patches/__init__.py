@@ -21,13 +21,12 @@ A request of an update passes:
     repacking.py                whose modules are remembered as SGLang built them, before it repacked them
     engine_start.py             how the engine was started; spares persistent buffers on dummy weights
     draft_models.py             with the draft models of speculative decoding, and their workers' copies
-                                (draft_copies.py)
     lora_adapters.py            or a LoRA adapter, which lora_names.py registers: also by a `WeightReceiver`;
                                 lora_trial.py tries before whether SGLang can load all of it;
                                 lora_missing_experts.py clears the experts and the embedding that it lacks
 
 sglang_versions.py handles the differences between SGLang's versions, supported_engine.py recognises engines that cannot
-be updated, hook_check.py checks that every process has these patches, attached.py keeps state on SGLang's objects,
+be updated, hooks.py checks that every process has these patches, attached.py keeps state on SGLang's objects,
 custom_group.py joins the groups that trainers broadcast over.
 
 Nothing that SGLang defines is replaced; pipeline.py wraps two methods of a pipelined engine's schedulers. One list is

@@ -11,7 +11,7 @@ from sglang_reshard.patches import (
     cache_versions,
     disk_loads,
     draft_models,
-    hook_check,
+    hooks,
     metrics,
     model_runner,
     prefill_decode,
@@ -53,7 +53,7 @@ def dispatch(_result: Any, scheduler: Scheduler, *_: Any, **__: Any) -> None:
 
 def report_version(output: Any, *_: Any, **__: Any) -> None:
     """Adds this package's version to the scheduler's internal state, which GET /server_info returns too."""
-    output.internal_state[VERSION_KEY] = hook_check.installed_version()
+    output.internal_state[VERSION_KEY] = hooks.installed_version()
 
 
 def update_weights_distributed(

@@ -35,7 +35,7 @@ _RANGE = f"{OLDEST} to {NEWEST}"
 def check(version: str | None = None) -> None:
     """Raises Unsupported for an SGLang older than the oldest tested version; warns about one that is newer.
 
-    A newer one may well work: a hooked name that it has changed is reported before the first update (`hook_check`). An
+    A newer one may well work: a hooked name that it has changed is reported before the first update (`hooks`). An
     older one lacks methods that this package relies on.
     """
     reported = version or metadata.version("sglang")

@@ -14,7 +14,7 @@ from sglang_reshard.engine.trainer_presence import TrainerPresence
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import (
-    hook_check,
+    hooks,
     lora_names,
     metrics,
     prefill_decode,
@@ -237,7 +237,7 @@ async def _missing(manager: TokenizerManager, request: DistributedUpdateWeightsR
     nothing is missing. Locks nothing.
     """
     try:
-        await hook_check.check(manager, request.timeout_s)
+        await hooks.check(manager, request.timeout_s)
         await asyncio.to_thread(attached(manager, TrainerPresence).find, request)
     except ReshardError as error:
         return str(error)
