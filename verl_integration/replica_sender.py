@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import ray
 import torch.distributed as dist
 
 from sglang_reshard.api.multi_engine import MultiEngineSender
+from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.extras.asynchronous.background import UpdateHandle
@@ -72,13 +74,18 @@ class ReplicaSender:
             self._host = Session.host(interface, self._settings.sender.timeout_s)
         return self._host.address if self._host else None
 
-    def set_replicas(self, address: Address, replicas: Mapping[str, Send | None]) -> None:
-        """Sets the current replicas. A restarted replica has another name. Collective."""
+    def set_replicas(self, address: Address, urls: Mapping[str, str]) -> None:
+        """Sets the current replicas: name -> URL of the server. A restarted replica has another name. Collective."""
+        replicas = {name: self._send_to(url) if self.rank == 0 else None for name, url in urls.items()}
         if self._sender is None:
             self._sender = self._multi_sender(address, self._settings.sender, relay=self._settings.relay)
         self._sender.wait_for_background()
         self._sender.set_engines(replicas)
         self._address, self._replicas = address, replicas
+
+    def _send_to(self, url: str) -> Send:
+        engine = functools.cache(lambda: RemoteEngine(url, timeout_s=self._settings.sender.timeout_s))
+        return lambda request: engine().update_weights_distributed(request)
 
     def update(self, engine: Any, global_steps: int | None) -> dict[str, float]:
         """Updates all replicas to the training engine's weights. Returns the sync's metrics. Collective."""
