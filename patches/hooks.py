@@ -40,6 +40,12 @@ def register() -> None:
         weights_info,
     )
 
+    def created(_result: Any, manager: TokenizerManager, *_: Any, **__: Any) -> None:
+        metrics.initialize(manager)
+
+    def version_set(_result: Any, manager: TokenizerManager, *_: Any, **__: Any) -> None:
+        metrics.set_version(manager)
+
     manager = "managers.tokenizer_manager.TokenizerManager"
     mixin = "managers.tokenizer_control_mixin.TokenizerControlMixin"
     memory_saver_adapter = "utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal"
@@ -61,7 +67,7 @@ def register() -> None:
         ("managers.scheduler.Scheduler.get_internal_state", scheduler.report_version),
         # By then SGLang has set up its own metrics. A hook on the server's module would import it, and FastAPI with it,
         # in every scheduler; a process that may be a server has a tokenizer manager.
-        (f"{mixin}.init_communicators", lambda _result, manager, *_, **__: metrics.initialize(manager)),
+        (f"{mixin}.init_communicators", created),
         (f"{mixin}.init_communicators", http_server.extend),
     )
     around = (
@@ -72,7 +78,7 @@ def register() -> None:
     )
     if_there = (  # not all versions of SGLang have all of them
         # SGLang's own updates set the version, too.
-        (HookType.AFTER, mixin, "_update_weight_version_if_provided", metrics.version_changed),
+        (HookType.AFTER, mixin, "_update_weight_version_if_provided", version_set),
         # The methods by which SGLang itself changes weights.
         (HookType.AROUND, manager, "update_weights_from_disk", weights_info.around_load),
         (HookType.AROUND, manager, "update_weights_from_distributed", weights_info.around_update),
