@@ -22,7 +22,7 @@ from benchmark.soak.trainer import Job
 from benchmark.soak.weights import ENGINE_TP, TRAINER_RANKS
 from benchmark.world import find_tests, free_port
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
-from sglang_reshard.patches.stock_weights import SERVE_DUMMY
+from sglang_reshard.patches.sound_weights import SERVE_DUMMY
 from sglang_reshard.selftest import children, tiny_model
 from sglang_reshard.selftest.digests import LOADER
 from sglang_reshard.selftest.events import Note

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang_reshard.patches.stock_weights import SERVE_DUMMY
+from sglang_reshard.patches.sound_weights import SERVE_DUMMY
 from sglang_reshard.selftest import tiny_model
 from sglang_reshard.testing import cpu_host
 from support.servers import launch, serving
