@@ -13,6 +13,7 @@ from sglang_reshard.errors import Mismatch
 _VOCABULARY_PADDING = 64  # SGLang rounds the vocabulary up to this before it divides it
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_KV_HEADS, _VOCABULARY = "num_key_value_heads", "vocab_size"
 
 
 def check_stages(config: Mapping[str, Any], target: EngineSizes, model: str) -> None:
@@ -33,32 +34,29 @@ def start_failure(error: BaseException, config: Mapping[str, Any], target: Engin
 
 def indivisible(config: Mapping[str, Any], target: EngineSizes) -> Iterator[str]:
     """Yields each size of the model that is not divisible by the engine's, as "num_attention_heads=32, which ..."."""
-    sizes = _text_config(config)
-    attention = target.tp // target.dp
-    of_attention = f"tp={target.tp}" if target.dp == 1 else f"tp={target.tp} over dp={target.dp}, which is {attention}"
-    for name in _present(sizes, _HEADS):
-        if sizes[name] % attention:
-            yield f"{name}={sizes[name]}, which is not divisible by {of_attention}"
-    for name in _present(sizes, ("num_key_value_heads",)):
-        if sizes[name] % attention and attention % sizes[name]:
-            yield f"{name}={sizes[name]}, which neither divides {of_attention} nor is divisible by it"
-    for name in _present(sizes, ("vocab_size",)):
-        padded = -(-sizes[name] // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
-        if padded % target.tp:
-            yield f"{name}={sizes[name]}, padded to {padded}, which is not divisible by tp={target.tp}"
-    for name in _present(sizes, ("intermediate_size",)):
-        if sizes[name] % target.tp:
-            yield f"{name}={sizes[name]}, which is not divisible by tp={target.tp}"
-    for name in _present(sizes, _EXPERTS):
-        if sizes[name] % target.ep:
-            yield f"{name}={sizes[name]}, which is not divisible by ep={target.ep}"
-    for name in _present(sizes, ("moe_intermediate_size",)):
-        if sizes[name] % (experts := target.tp // target.ep):
-            yield f"{name}={sizes[name]}, which is not divisible by tp/ep={experts}"
-
-
-def _present(sizes: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[str]:
-    yield from (name for name in names if isinstance(sizes.get(name), int) and sizes[name] > 0)
+    sizes, tp = _text_config(config), f"tp={target.tp}"
+    attention, experts = target.tp // target.dp, target.tp // target.ep
+    of_attention = tp if target.dp == 1 else f"{tp} over dp={target.dp}, which is {attention}"
+    for names, divisor, by in (
+        (_HEADS, attention, of_attention),
+        ((_KV_HEADS,), attention, of_attention),
+        ((_VOCABULARY,), target.tp, tp),
+        (("intermediate_size",), target.tp, tp),
+        (_EXPERTS, target.ep, f"ep={target.ep}"),
+        (("moe_intermediate_size",), experts, f"tp/ep={experts}"),
+    ):
+        for name in names:
+            size = sizes.get(name)
+            if not isinstance(size, int) or size <= 0:
+                continue
+            divided, shown = size, f"{name}={size}"
+            if name == _VOCABULARY:
+                divided = -(-size // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
+                shown += f", padded to {divided}"
+            if divided % divisor and name != _KV_HEADS:
+                yield f"{shown}, which is not divisible by {by}"
+            elif divided % divisor and divisor % divided:
+                yield f"{shown}, which neither divides {by} nor is divisible by it"
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
