@@ -14,10 +14,9 @@ import torch
 
 from benchmark.gpu import recording
 from sglang_reshard.cli.doctor import host
-from sglang_reshard.cli.plan.request import Source
+from sglang_reshard.cli.plan.request import Source, layout_of
 from sglang_reshard.cli.plan.sizing import Sizing, TrainerSizing, engine_sizing, trainer_sizings
-from sglang_reshard.cli.plan.sources import layout_of
-from sglang_reshard.extras.asynchronous.async_copy import AsyncShardCopy
+from sglang_reshard.extras.asynchronous.background import AsyncShardCopy
 from sglang_reshard.landings.shadow import Shadow
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.memory.host_arena import HostArena

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from sglang_reshard.extras.asynchronous.async_copy import ALIGN_BYTES
+from sglang_reshard.extras.asynchronous.background import ALIGN_BYTES
 from sglang_reshard.landings.shadow import shadow_bytes
 from sglang_reshard.memory.host_arena import ALIGNMENT
 from sglang_reshard.plan import ReadPlan, TensorIndex
