@@ -6,8 +6,7 @@ sglang_model    one engine rank's real SGLang model in this process, on a fake p
 rank_model      one engine rank: its model, its traced loader, its reads, the bytes and buffers that these take
 cost            predicted seconds of a transfer, from a few constants
 work            all of that, in a worker process
-worker_process  runs a function in a separate process, which reports while it works
-forked_jobs     runs jobs in forked children, with a deadline
+worker_process  runs a function in a separate process, which reports while it works, and jobs in forks of it
 figures         the result as data
 command         runs the work, shows its progress and its result
 table           the result for people: tables, and a picture

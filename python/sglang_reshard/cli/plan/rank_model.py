@@ -179,13 +179,26 @@ def engine_load(
         largest = max((bucket.nbytes for bucket in _buckets(reads, strategy.broadcasts)), default=0)
         buckets = buckets_bytes([(messages, largest)])
     else:
+        senders = strategy.senders(engine_rank)
         links = {t: LinkLoad(nbytes, nbytes) for t, (nbytes, _) in rank.read_plan.traffic().items()}
         for t, link in cut.items():
-            shards = _shards(index, t)
-            if strategy.name == "nixl":
-                links[t] = _read_load(reads, t, strategy.senders(engine_rank)[t], shards)
+            shards, request, share = _shards(index, t), send_request(rank.read_plan, t), senders[t]
+            if strategy.name == "nixl":  # the engine rank reads, one-sided
+                read = ReadLink.cut(
+                    f"trainer rank {t}",
+                    index.layout,
+                    request,
+                    functools.partial(_remote_shard, shards),
+                    destination_views(reads.program, rank.read_plan, t),
+                    share,
+                    _META,
+                )
+                links[t] = LinkLoad(read.link.payload_bytes, read.read_bytes, len(read.messages), read.bucket_bytes)
             else:
-                links[t] = _sent_load(reads, t, strategy.senders(engine_rank)[t], shards, link)
+                sent = sent_link(index.layout, shards, request, share)
+                own, theirs = (packed_bytes(of.rounds(_META)) for of in (link, sent))
+                count = len(link.messages)
+                links[t] = LinkLoad(link.payload_bytes, link.payload_bytes, count, own, count, theirs)
         received = sum(link.received_bytes for link in links.values())
         messages = sum(link.messages for link in links.values())
         buckets = buckets_bytes((link.messages, link.bucket_bytes) for link in links.values())
@@ -214,28 +227,8 @@ def place(reads: Reads, strategy: Strategy) -> dict[int, P2pLink]:
     return links
 
 
-def _sent_load(
-    reads: Reads, trainer_rank: int, share: int, shards: Sequence[torch.Tensor], received: P2pLink
-) -> LinkLoad:
-    """Returns the load of a link that the trainer rank sends over."""
-    sent = sent_link(reads.tensor_index.layout, shards, send_request(reads.read_plan, trainer_rank), share)
-    own, theirs = (packed_bytes(link.rounds(_META)) for link in (received, sent))
-    nbytes, count = received.payload_bytes, len(received.messages)
-    return LinkLoad(nbytes, nbytes, count, own, count, theirs)
-
-
-def _read_load(reads: Reads, trainer_rank: int, share: int, shards: Sequence[torch.Tensor]) -> LinkLoad:
-    """Returns the load of a link that the engine rank reads over, one-sided."""
-    link = ReadLink.cut(
-        f"trainer rank {trainer_rank}",
-        reads.tensor_index.layout,
-        send_request(reads.read_plan, trainer_rank),
-        lambda tensor: RemoteShard("DRAM", 0, 0, shards[tensor].stride()),
-        destination_views(reads.program, reads.read_plan, trainer_rank),
-        share,
-        _META,
-    )
-    return LinkLoad(link.link.payload_bytes, link.read_bytes, len(link.messages), link.bucket_bytes)
+def _remote_shard(shards: Sequence[torch.Tensor], tensor: int) -> RemoteShard:
+    return RemoteShard("DRAM", 0, 0, shards[tensor].stride())
 
 
 def _broadcast_links(reads: Reads, plan: BroadcastPlan) -> tuple[dict[int, LinkLoad], int, int]:

@@ -66,10 +66,6 @@ class Sizing(msgspec.Struct, frozen=True):
     trainer_ranks: tuple[TrainerSizing, ...]
     engine_ranks: tuple[EngineSizing, ...]
 
-    def shm_bytes(self, ranks: Sequence[int]) -> int:
-        """Returns the bytes in /dev/shm that these trainer ranks of one host need together, if they use no GPU."""
-        return sum(self.trainer_ranks[rank].shm_bytes for rank in ranks)
-
 
 def trainer_sizings(index: TensorIndex, sent_bytes: Sequence[int]) -> tuple[TrainerSizing, ...]:
     """Returns the needs of all trainer ranks. `sent_bytes`: what each sends to one engine, in the engine's dtypes."""
