@@ -30,7 +30,11 @@ def print_forecast(console: Console, forecast: Forecast) -> None:
         return
     console.print(_bytes(forecast))
     console.print(needs(forecast))
-    console.print(_ways(forecast))
+    ways = titled_table("transports by name", "transport", "predicted seconds")
+    ways.add_column("would be refused", overflow="fold")
+    for way in forecast.ways:
+        ways.add_row(way.name, "" if way.seconds is None else f"{way.seconds:.3g}", escape(way.refused))
+    console.print(ways)
     if forecast.remark:
         console.print(f"[yellow]note[/] {escape(forecast.remark)}", highlight=False, soft_wrap=True)
     spent = ", ".join(f"{step} {seconds:.1f}" for step, seconds in forecast.seconds_by_step.items())
@@ -111,14 +115,6 @@ def _add_spread(
 ) -> None:
     values = [getattr(rank, figure) for rank in ranks] or [0]
     table.add_row(title, *map(shown, (min(values), int(median(values)), max(values))), *others)
-
-
-def _ways(forecast: Forecast) -> Table:
-    table = titled_table("transports by name", "transport", "predicted seconds")
-    table.add_column("would be refused", overflow="fold")
-    for way in forecast.ways:
-        table.add_row(way.name, "" if way.seconds is None else f"{way.seconds:.3g}", escape(way.refused))
-    return table
 
 
 def draw(forecast: Forecast, path: Path) -> None:

@@ -143,7 +143,6 @@ def phases(found: Sequence[Span]) -> dict[str, int]:
 
 
 def _axis(total: float, scale: float, y: int) -> list[str]:
-    """Times at five places."""
     steps = [total * i / 4 for i in range(5)]
     anchors = ("start", "middle", "middle", "middle", "end")
     return [

@@ -187,7 +187,6 @@ class ReshardPlan:
             self._memory.drop_source()
 
     def _problem(self, drop_source: bool) -> ReshardError | None:
-        """Returns why this rank cannot run the plan."""
         if self._refused:
             return Mismatch(f"trainer rank {self._rank}: {self._refused}")
         return self._memory.problem(drop=drop_source)

@@ -131,7 +131,9 @@ class RankPlan:
         per_round  bytes that each rank sends each rank per round, [source ranks, target ranks]
         device     of the buckets
         """
-        shards = self._source_shards()
+        tensors, source = self.index.layout.tensors, self._source
+        # In the layout's order; those that this rank does not list are empty.
+        shards = list(source.within(self.index.layout).shards) if source else [torch.empty(0)] * len(tensors)
         sends = {}
         for peer, request in asked.items():
             views = [(region.view(shards[tensor]),) for tensor, region in request.entries()]
@@ -145,12 +147,12 @@ class RankPlan:
         written += [destination for destination, _, _ in copied]
         check_not_overwritten(held_regions(self.index, shards, self._rank), written, self._rank)
         local = CopyList()
-        for destination, source, _ in copied:
-            local.add(destination, source)
+        for destination, origin, _ in copied:
+            local.add(destination, origin)
         local.build()
         send_rounds, send_bytes = build_rounds(sends, device, pack=True)
         receive_rounds, receive_bytes = build_rounds(receives, device, pack=False)
-        named = [(tensor.name, shard) for tensor, shard in zip(self.index.layout.tensors, shards, strict=True)]
+        named = [(tensor.name, shard) for tensor, shard in zip(tensors, shards, strict=True)]
         return PreparedMove(
             Mover(self._group, send_rounds, receive_rounds, local),
             UsedMemory(named, self._program.targets.items(), self._rank),
@@ -180,11 +182,6 @@ class RankPlan:
             destination = destination_view(self._program, self._reads, read)
             if not same_memory(source, destination):
                 yield destination, source, item.nbytes
-
-    def _source_shards(self) -> list[torch.Tensor]:
-        """Returns this rank's local tensors in the layout's order; those that it does not list are empty."""
-        state, layout = self._source, self.index.layout
-        return list(state.within(layout).shards) if state else [torch.empty(0)] * len(layout.tensors)
 
 
 class Demand(msgspec.Struct, frozen=True):

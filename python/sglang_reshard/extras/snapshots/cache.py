@@ -220,7 +220,6 @@ class Cache:
                     )
 
     def _is_whole(self, copy: _Copy) -> bool:
-        """Returns whether a copy is undamaged."""
         try:
             self._check(copy.snapshot, self._copies, copy.path)
         except Mismatch:

@@ -90,7 +90,6 @@ class SnapshotStore:
             time.sleep(_POLL_S * (0.5 + random.random()))
 
     def _claims(self) -> dict[str, bytes]:
-        """Returns the content of each claim."""
         self._files.invalidate_cache()
         found = {}
         for path in self._files.ls(self._root, detail=False):
