@@ -18,8 +18,8 @@ import msgspec
 
 from sglang_reshard.control import ControlServer
 from sglang_reshard.errors import EngineRefused, ReshardError, TornWeights, Unsupported
-from sglang_reshard.extras.replicas import peers
 from sglang_reshard.extras.replicas.pull import pull as pull_from
+from sglang_reshard.extras.replicas.pull import refusal as peer_refusal
 from sglang_reshard.extras.replicas.share import has_begun, wait_until_shared
 from sglang_reshard.patches import sound_weights, weights_info
 from sglang_reshard.patches.schedulers import ask_schedulers
@@ -105,7 +105,7 @@ async def pull(manager: TokenizerManager, request: PullWeightsReq) -> Distribute
 
     Ends when it is cancelled, unless the schedulers write already.
     """
-    if refusal := peers.refusal(request.url) or weights_info.under_way(manager):
+    if refusal := peer_refusal(request.url) or weights_info.under_way(manager):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
     return await until_written(manager, _pull(manager, request))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.extras.probe.comparison import differences
+from sglang_reshard.extras.probe.probing import differences
 from sglang_reshard.verl.hooks import around
 
 _FUNCTION = "calculate_debug_metrics"

@@ -16,7 +16,7 @@ import msgspec
 
 from benchmark.gpu import recording
 from sglang_reshard.cli.plan import worker_process
-from sglang_reshard.cli.plan.models import prepare
+from sglang_reshard.cli.plan.checkpoint import prepare
 from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source
 from sglang_reshard.errors import Mismatch
 
@@ -80,8 +80,8 @@ def serve(job: dict[str, Any]) -> None:
 
     from sglang_reshard.cli.plan.checkpoint import specs_of
     from sglang_reshard.cli.plan.rank_model import Refusal, model_rank
+    from sglang_reshard.cli.plan.request import layout_of
     from sglang_reshard.cli.plan.sglang_model import choose_code_paths
-    from sglang_reshard.cli.plan.sources import layout_of
     from sglang_reshard.plan import TensorIndex
 
     request = msgspec.convert(job["request"], PlanRequest)

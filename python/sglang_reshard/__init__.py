@@ -12,23 +12,26 @@ from typing import TYPE_CHECKING, Any
 from sglang_reshard.version import __version__
 
 if TYPE_CHECKING:
-    from sglang_reshard.api.multi_engine import MultiEngineSender
-    from sglang_reshard.api.remote_engine import RemoteEngine
-    from sglang_reshard.api.weight_sender import WeightSender
-    from sglang_reshard.extras.finite import first_not_finite
-    from sglang_reshard.extras.modules.receiver import ModuleReceiver
-    from sglang_reshard.extras.modules.sender import ModuleSender
-    from sglang_reshard.extras.parameter_stream import ParameterStream
-    from sglang_reshard.extras.probe.probe import Probe
-    from sglang_reshard.extras.realloc import ReshardPlan, reshard
-    from sglang_reshard.extras.snapshots.follower import SnapshotFollower
-    from sglang_reshard.extras.snapshots.of_sender import Snapshots
-    from sglang_reshard.extras.verl_engine import VerlEngine
-    from sglang_reshard.observability.probe_report import ProbeReport
-    from sglang_reshard.observability.report import UpdateReport
-    from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
-    from sglang_reshard.protocol.weights_info import WeightsInfo
-    from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
+    from sglang_reshard.api.multi_engine import MultiEngineSender as MultiEngineSender
+    from sglang_reshard.api.remote_engine import RemoteEngine as RemoteEngine
+    from sglang_reshard.api.weight_sender import WeightSender as WeightSender
+    from sglang_reshard.extras.finite import first_not_finite as first_not_finite
+    from sglang_reshard.extras.modules.receiver import ModuleReceiver as ModuleReceiver
+    from sglang_reshard.extras.modules.sender import ModuleSender as ModuleSender
+    from sglang_reshard.extras.parameter_stream import ParameterStream as ParameterStream
+    from sglang_reshard.extras.probe.probe import Probe as Probe
+    from sglang_reshard.extras.realloc import ReshardPlan as ReshardPlan
+    from sglang_reshard.extras.realloc import reshard as reshard
+    from sglang_reshard.extras.snapshots.follower import SnapshotFollower as SnapshotFollower
+    from sglang_reshard.extras.snapshots.of_sender import Snapshots as Snapshots
+    from sglang_reshard.extras.verl_engine import VerlEngine as VerlEngine
+    from sglang_reshard.observability.probe_report import ProbeReport as ProbeReport
+    from sglang_reshard.observability.report import UpdateReport as UpdateReport
+    from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput as DistributedUpdateWeightsOutput
+    from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq as DistributedUpdateWeightsReq
+    from sglang_reshard.protocol.weights_info import WeightsInfo as WeightsInfo
+    from sglang_reshard.trainer.options import SenderOptions as SenderOptions
+    from sglang_reshard.trainer.options import UpdateOptions as UpdateOptions
 
 _DEFINED_IN = {
     "DistributedUpdateWeightsOutput": "protocol.messages",
@@ -53,29 +56,7 @@ _DEFINED_IN = {
     "reshard": "extras.realloc",
 }
 
-__all__ = [
-    "DistributedUpdateWeightsOutput",
-    "DistributedUpdateWeightsReq",
-    "ModuleReceiver",
-    "ModuleSender",
-    "MultiEngineSender",
-    "ParameterStream",
-    "Probe",
-    "ProbeReport",
-    "RemoteEngine",
-    "ReshardPlan",
-    "SenderOptions",
-    "SnapshotFollower",
-    "Snapshots",
-    "UpdateOptions",
-    "UpdateReport",
-    "VerlEngine",
-    "WeightSender",
-    "WeightsInfo",
-    "__version__",
-    "first_not_finite",
-    "reshard",
-]
+__all__ = ["__version__", *_DEFINED_IN]
 
 
 def __getattr__(name: str) -> Any:

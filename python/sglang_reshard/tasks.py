@@ -14,8 +14,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
 from typing import Any, TypeVar
 
-import torch
-
 from sglang_reshard.gpu.runtime import runtime
 
 T = TypeVar("T")
@@ -42,9 +40,7 @@ def start(name: str, call: Callable[[], T], *, daemon: bool = True) -> Future[T]
     daemon  the end of the process ends it; otherwise the process ends after it
     """
     found: Future[T] = Future()
-    gpu = runtime().current_device() if runtime().uses_gpu() else None
-    run, arguments = contextvars.copy_context().run, (_run, found, gpu, call)
-    threading.Thread(target=run, args=arguments, name=f"{PREFIX} {name}", daemon=daemon).start()
+    threading.Thread(target=_run, args=(found, carried(call)), name=f"{PREFIX} {name}", daemon=daemon).start()
     return found
 
 
@@ -69,11 +65,9 @@ async def entered(make: Callable[[], AbstractContextManager[T]]) -> AsyncIterato
         await asyncio.shield(asyncio.to_thread(stack.close))
 
 
-def _run(found: Future[T], gpu: torch.device | None, call: Callable[[], T]) -> None:
+def _run(found: Future[T], call: Callable[[], T]) -> None:
     try:
-        with nullcontext() if gpu is None else runtime().using(gpu):
-            runtime().spare_captures()
-            found.set_result(call())
+        found.set_result(call())
     except BaseException as error:
         found.set_exception(error)
         del found, call  # else the error's traceback would keep itself, and what `call` refers to

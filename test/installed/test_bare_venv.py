@@ -16,7 +16,6 @@ from tools.release import plain
 OF_EXTRAS = {
     "sglang": ("patches.",),
     "verl": ("testing.cpu_host.verl_platform", "verl"),
-    "matplotlib": ("cli.plan.plot",),
     "triton": ("copying.copy_kernel",),
 }
 IMPORT_ALL = """\

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from sglang_reshard.extras.vllm.in_place import refusal
-from sglang_reshard.extras.vllm.target import VLLMModel
+from sglang_reshard.extras.vllm.worker import VLLMModel, refusal
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.selftest.digests import digest
 from sglang_reshard.trace.program import MayStay

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from sglang_reshard.extras.snapshots.folders import LocalFolder, listed
-from sglang_reshard.extras.snapshots.writer import SnapshotOptions, SnapshotReport, SnapshotWriter
+from sglang_reshard.extras.snapshots.of_sender import SnapshotOptions, SnapshotReport, SnapshotWriter
 
 
 class Alone:

@@ -12,7 +12,7 @@ from torch import nn
 
 from sglang_reshard import ModuleReceiver, ModuleSender
 from sglang_reshard.errors import ConnectionLost, EngineRefused, Mismatch, Unsupported
-from sglang_reshard.extras.modules.state_dict import StateDictModel
+from sglang_reshard.extras.modules.receiver import StateDictModel
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.tracer import trace
 from support.world import run_world

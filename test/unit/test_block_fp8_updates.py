@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmark import block_fp8
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.cli.plan.loads import place
+from sglang_reshard.cli.plan.rank_model import place
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.landings.base import Landing

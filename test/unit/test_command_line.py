@@ -15,7 +15,7 @@ from sglang_reshard.cli import versions
 from sglang_reshard.cli.main import app
 from sglang_reshard.cli.outcome import EXIT_CODES, IMPOSSIBLE, INTERRUPTED, REFUSED, one_line
 from sglang_reshard.cli.plan import command
-from sglang_reshard.cli.plan.forked_jobs import ChildFailed
+from sglang_reshard.cli.plan.worker_process import ChildFailed
 from sglang_reshard.cli.values import TRANSPORTS, VERIFY
 from sglang_reshard.errors import EngineRefused, Mismatch
 from sglang_reshard.observability.report import UpdateReport

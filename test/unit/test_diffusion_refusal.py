@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_reshard.extras.diffusion.transformer import refusal
+from sglang_reshard.extras.diffusion.receiver import refusal
 
 
 class BaseDiT(torch.nn.Module):

@@ -17,7 +17,7 @@ import typer
 import sglang_reshard
 from sglang_reshard import SenderOptions, Snapshots, UpdateOptions, VerlEngine
 from sglang_reshard.cli.main import app
-from sglang_reshard.extras.snapshots.writer import SnapshotOptions
+from sglang_reshard.extras.snapshots.of_sender import SnapshotOptions
 from support.documents import DOCUMENTS, ROOT, blocks, commands
 
 OURS = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?sglang-reshard ")

@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from sglang_reshard.cli.main import app
-from sglang_reshard.cli.plan import models
-from sglang_reshard.cli.plan.loads import buckets_bytes, engine_load
-from sglang_reshard.cli.plan.models import presets, with_layers
-from sglang_reshard.cli.plan.rank_model import RankModel
-from sglang_reshard.cli.plan.request import Source
-from sglang_reshard.cli.plan.sources import layout_of
+from sglang_reshard.cli.plan.checkpoint import prepare, presets, with_layers
+from sglang_reshard.cli.plan.rank_model import RankModel, buckets_bytes, engine_load
+from sglang_reshard.cli.plan.request import Source, layout_of
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.layout.source_layout import Mesh
@@ -69,7 +66,7 @@ def test_presets_are_configs(tmp_path):
     for name in presets():
         into = tmp_path / name
         into.mkdir()
-        config = json.loads((models.prepare(name.upper(), 3, into) / "config.json").read_text())
+        config = json.loads((prepare(name.upper(), 3, into) / "config.json").read_text())
         assert config["num_hidden_layers"] == 3
         assert config["architectures"]
 
@@ -80,8 +77,8 @@ def test_a_folder_is_taken_as_it_is_and_shortened_beside_it(tmp_path):
     into.mkdir()
     config = {"architectures": ["A"], "num_hidden_layers": 4, "layer_types": ["a", "b", "a", "b"], "sizes": [1, 2]}
     (folder / "config.json").write_text(json.dumps(config))
-    assert models.prepare(str(folder), 0, into) == folder
-    assert models.prepare(str(folder / "config.json"), 2, into) == into
+    assert prepare(str(folder), 0, into) == folder
+    assert prepare(str(folder / "config.json"), 2, into) == into
     shorter = json.loads((into / "config.json").read_text())
     assert shorter == config | {"num_hidden_layers": 2, "layer_types": ["a", "b"]}
     assert json.loads((folder / "config.json").read_text()) == config

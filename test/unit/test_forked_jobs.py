@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from sglang_reshard.cli.plan.forked_jobs import ChildFailed, run_in_forks
+from sglang_reshard.cli.plan.worker_process import ChildFailed, run_in_forks
 from sglang_reshard.errors import DeadlineExceeded
 
 NUMEL = 1 << 20  # more than an operator leaves to one thread

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_reshard import MultiEngineSender, SenderOptions, UpdateOptions, WeightSender
 from sglang_reshard.api import given
-from sglang_reshard.extras.snapshots.writer import SnapshotGiven, SnapshotOptions
+from sglang_reshard.extras.snapshots.of_sender import SnapshotGiven, SnapshotOptions
 from sglang_reshard.protocol.messages import PullGiven, PullWeightsReq
 
 

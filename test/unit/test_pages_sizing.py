@@ -14,10 +14,9 @@ import torch
 
 from benchmark.gpu import recording
 from sglang_reshard.cli.doctor import host
-from sglang_reshard.cli.plan.request import Source
+from sglang_reshard.cli.plan.request import Source, layout_of
 from sglang_reshard.cli.plan.sizing import Sizing, TrainerSizing, engine_sizing, trainer_sizings
-from sglang_reshard.cli.plan.sources import layout_of
-from sglang_reshard.extras.asynchronous.async_copy import AsyncShardCopy
+from sglang_reshard.extras.asynchronous.background import AsyncShardCopy
 from sglang_reshard.landings.shadow import Shadow
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.memory.host_arena import HostArena
@@ -129,7 +128,7 @@ def test_the_example_of_the_page_is_what_the_code_computes(example: Sizing) -> N
     trainer, engine = example.trainer_ranks[0], example.engine_ranks[0]
     expected = {name: getattr(trainer, name) for name in TrainerSizing.__struct_fields__}
     expected |= {"mappings": engine.mappings, "staged_bytes": engine.staged_bytes}
-    expected["shm_bytes of the host"] = example.shm_bytes(range(8))
+    expected["shm_bytes of the host"] = sum(rank.shm_bytes for rank in example.trainer_ranks[:8])
     assert {name: numbers(cell)[0] for name, cell in rows.items()} == expected
 
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from sglang_reshard.extras.replicas.peers import PEERS, is_peer, refusal
+from sglang_reshard.extras.replicas.pull import PEERS, is_peer, refusal
 
 LISTED = "gpu7, *.train.example.com 10.2.0.0/16,192.0.2.9,2001:db8::/32"
 

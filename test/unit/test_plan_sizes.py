@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from sglang_reshard.cli.plan.models import prepare
-from sglang_reshard.cli.plan.request import EngineSizes
-from sglang_reshard.cli.plan.sizes import check_stages, indivisible, start_failure
+from sglang_reshard.cli.plan.checkpoint import prepare
+from sglang_reshard.cli.plan.request import EngineSizes, check_stages, indivisible, start_failure
 from sglang_reshard.errors import Mismatch
 
 SIZES = {

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from sglang_reshard import Probe
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.probe import module_logprobs
-from sglang_reshard.extras.probe.comparison import compare, differences
+from sglang_reshard.extras.probe.probing import compare, differences
 from sglang_reshard.extras.probe.trainer import trainer_logprobs
 from sglang_reshard.observability.probe_report import ProbedToken, ProbeReport
 from support.probed import SEQUENCES, TRAINER

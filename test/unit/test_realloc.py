@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.extras.realloc.demand import (
+from sglang_reshard.extras.realloc.memory import UsedMemory, check_not_overwritten, same_memory
+from sglang_reshard.extras.realloc.rank_plan import (
     Demand,
     check_all_listed,
     listed_bits,
@@ -13,7 +14,6 @@ from sglang_reshard.extras.realloc.demand import (
     sent_matrix,
     target_program,
 )
-from sglang_reshard.extras.realloc.memory import UsedMemory, check_not_overwritten, same_memory
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.sources import ExplicitSharding, ShardMap, describe

@@ -9,7 +9,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Mismatch, ReshardError
-from sglang_reshard.extras.modules.state_dict import StateDictModel
+from sglang_reshard.extras.modules.receiver import StateDictModel
 from sglang_reshard.extras.realloc import reshard
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from sglang_reshard.layout.names import Renaming, patterns

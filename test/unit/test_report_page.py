@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sglang_reshard.cli.main import app
-from sglang_reshard.cli.report import command, drawing, page, perfetto
-from sglang_reshard.cli.report.timeline import TRAINER, spans
+from sglang_reshard.cli.report import command, page
+from sglang_reshard.cli.report.timeline import TRAINER, spans, trace
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.observability.report import RankReport, TrainerRankReport, UpdateReport
 
@@ -72,8 +72,8 @@ def test_the_page_is_whole_and_its_texts_are_no_markup(engines: int) -> None:
 @pytest.mark.parametrize(("engines", "trainers"), [(4, 4), (100, 4), (3, 130), (97, 97)])
 def test_bytes_between_ranks_add_up_also_where_neighbours_share_a_square(engines: int, trainers: int) -> None:
     of = report(engines, trainers)
-    titles = Page(drawing.pairs(of.engine_ranks, trainers)).titles
-    assert len(titles) <= drawing.MOST_RANKS**2
+    titles = Page(page.pairs(of.engine_ranks, trainers)).titles
+    assert len(titles) <= page.MOST_RANKS**2
     told = sum(int(title.rsplit(": ", 1)[1].removesuffix(" B")) for title in titles if title.endswith(" B"))
     thousands = sum(float(t.rsplit(": ", 1)[1].removesuffix(" kB")) * 1000 for t in titles if t.endswith(" kB"))
     assert told + thousands == pytest.approx(
@@ -82,20 +82,20 @@ def test_bytes_between_ranks_add_up_also_where_neighbours_share_a_square(engines
 
 
 def test_of_many_ranks_the_slowest_ones_are_drawn() -> None:
-    drawn = drawing.timeline(spans(report(engines=200)))
+    drawn = page.timeline(spans(report(engines=200)))
     assert ">engine rank 199<" in drawn
     assert ">engine rank 0<" not in drawn
-    assert drawn.count("text-anchor") == drawing.MOST_RANKS + 5
+    assert drawn.count("text-anchor") == page.MOST_RANKS + 5
 
 
 def test_an_update_that_failed_before_any_phase_can_be_drawn() -> None:
     failed = UpdateReport.failed("engine rank 3 did not answer", "7")
     assert "engine rank 3 did not answer" in page.page(failed)
-    assert json.loads(perfetto.trace(failed))["otherData"]["message"] == "engine rank 3 did not answer"
+    assert json.loads(trace(failed))["otherData"]["message"] == "engine rank 3 did not answer"
 
 
 def test_the_trace_has_a_track_for_each_rank_and_its_phases_in_microseconds() -> None:
-    events = json.loads(perfetto.trace(report()))["traceEvents"]
+    events = json.loads(trace(report()))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert sorted(names.values()) == [*(f"engine rank {r}" for r in range(4)), TRAINER]
     (move,) = (e for e in events if e["ph"] == "X" and e["name"] == "move" and names[e["tid"]] == "engine rank 3")

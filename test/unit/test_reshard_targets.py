@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from sglang_reshard import ReshardPlan, reshard
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.extras.modules.state_dict import StateDictModel
+from sglang_reshard.extras.modules.receiver import StateDictModel
 from sglang_reshard.layout.regions import Box, TensorSpec
 from sglang_reshard.sources import ExplicitSharding, ShardMap
 from sglang_reshard.trace.tracer import trace

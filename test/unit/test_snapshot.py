@@ -131,7 +131,7 @@ def failing(trainer: Any, folder: str) -> list[str]:
         refused(ReshardError, "full")
     with pytest.MonkeyPatch.context() as patch:
         if trainer.rank == 2:
-            patch.setattr("sglang_reshard.extras.snapshots.writer.write_boxes", _broken)
+            patch.setattr("sglang_reshard.extras.snapshots.of_sender.write_boxes", _broken)
         refused(ReshardError, "broken")
     snapshots.write(weights.items(), "later")
     sender.close()

@@ -175,7 +175,7 @@ def no_room(trainer: Any) -> str:
     weights = fsdp(1)
     with pytest.MonkeyPatch.context() as patch:
         if trainer.rank == 1:
-            patch.setattr("sglang_reshard.extras.asynchronous.async_copy.torch.empty", _no_memory)
+            patch.setattr("sglang_reshard.extras.asynchronous.background.torch.empty", _no_memory)
         handle = sender.update_async(weights.items(), weight_version="1")
     with pytest.raises(Unsupported) as error:
         handle.wait(30)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_reshard.extras.vllm.in_place import refusal
+from sglang_reshard.extras.vllm.worker import refusal
 
 
 def named(name: str, **attributes):

@@ -7,8 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_reshard.cli.plan.forked_jobs import ChildFailed
-from sglang_reshard.cli.plan.worker_process import run
+from sglang_reshard.cli.plan.worker_process import ChildFailed, run
 from sglang_reshard.errors import DeadlineExceeded, Mismatch
 
 WORK = """

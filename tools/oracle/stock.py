@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from sglang_reshard.cli.plan import worker_process
-from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import build_rank, import_before_forks
+from sglang_reshard.cli.plan.worker_process import run_in_forks
 from sglang_reshard.selftest.digests import digests
 from sglang_reshard.testing import cpu_host
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from sglang_reshard.engine.context import Phase
 from sglang_reshard.extras.probe.probe import Probe
-from sglang_reshard.extras.snapshots.writer import SnapshotOptions
+from sglang_reshard.extras.snapshots.of_sender import SnapshotOptions
 from sglang_reshard.gpu.rank_info import NCCL_SETTINGS
 from sglang_reshard.observability.probe_report import OUTCOMES
 from sglang_reshard.patches import metrics

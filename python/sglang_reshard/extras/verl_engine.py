@@ -89,7 +89,15 @@ class VerlEngine:
             _check_not_given(of_server, "backend='engine'", "they belong to a server; pass backend='server' to use one")
             require_main_guard()
             interface = interface or (LOOPBACK if nnodes == 1 else first_rank_address(self._group))
-            _check_nodes(device_mesh_cpu.size(), nnodes, interface)
+            if device_mesh_cpu.size() % nnodes:
+                raise Unsupported(
+                    f"{device_mesh_cpu.size()} trainer ranks cannot be divided evenly among {nnodes} nodes"
+                )
+            if nnodes > 1 and is_loopback(interface):
+                raise Unsupported(
+                    f"nnodes={nnodes}, but the session listens on {interface}, which other nodes cannot reach; pass "
+                    "interface=, the first node's address in the private network"
+                )
             ranks_per_node = device_mesh_cpu.size() // nnodes
             arguments = {
                 "tp_size": tp_size or device_mesh_cpu.size(),
@@ -229,16 +237,6 @@ class VerlEngine:
 
     def _on_first_rank(self, call: Callable[[], Any]) -> Any:
         return on_first_rank(call, self._group)
-
-
-def _check_nodes(trainer_ranks: int, nnodes: int, interface: str) -> None:
-    if trainer_ranks % nnodes:
-        raise Unsupported(f"{trainer_ranks} trainer ranks cannot be divided evenly among {nnodes} nodes")
-    if nnodes > 1 and is_loopback(interface):
-        raise Unsupported(
-            f"nnodes={nnodes}, but the session listens on {interface}, which other nodes cannot reach; pass "
-            "interface=, the first node's address in the private network"
-        )
 
 
 def _check_not_given(arguments: dict[str, Any], option: str, why: str) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _MAX_ROWS = 8  # ranks of one side that are shown one by one
 _WIDTH = 100
-_TRAINER_PHASES = ("publish", "total", "probe")  # measured by trainer rank 0
+_ORDER = {"publish": -1, "total": 1, "probe": 2}  # of phases that trainer rank 0 measures, around the others
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -201,9 +201,13 @@ class UpdateReport(msgspec.Struct, frozen=True):
     def table(self) -> Table:
         """Returns a rich table of the update, its phases and the bytes by rank; for many ranks min, median and max."""
         from rich.table import Table
+        from rich.text import Text  # elsewhere rich takes the brackets in tensor names for markup
 
         whole = Table.grid()
-        whole.add_row(_overview(self))
+        facts = Table.grid(padding=(0, 2))
+        for name, value in overview(self):
+            facts.add_row(name, Text(value))
+        whole.add_row(facts)
         whole.add_row(_phases(self))
         engine = [(r.rank, (r.received_bytes, r.least_bytes, r.peak_extra_bytes)) for r in self.engine_ranks]
         whole.add_row(_ranks("engine", ("received", "least possible", "peak extra"), engine))
@@ -253,16 +257,6 @@ def overview(report: UpdateReport) -> list[tuple[str, str]]:
     return rows
 
 
-def _overview(report: UpdateReport) -> Table:
-    from rich.table import Table
-    from rich.text import Text  # elsewhere rich takes the brackets in tensor names for markup
-
-    table = Table.grid(padding=(0, 2))
-    for name, value in overview(report):
-        table.add_row(name, Text(value))
-    return table
-
-
 def titled_table(title: str, first: str, *others: str) -> Table:
     """Returns a table with these columns. All but the first are for numbers."""
     from rich.table import Table
@@ -276,19 +270,15 @@ def titled_table(title: str, first: str, *others: str) -> Table:
 
 def _phases(report: UpdateReport) -> Table:
     table = titled_table("seconds", "phase", "min", "median", "max", "slowest rank")
-    for phase in sorted(report.seconds, key=_order):
+    for phase in sorted(report.seconds, key=lambda phase: _ORDER.get(phase, 0)):
         by_rank = [(rank.seconds[phase], rank.rank) for rank in report.engine_ranks if phase in rank.seconds]
-        if phase in _TRAINER_PHASES or not by_rank:
+        if phase in _ORDER or not by_rank:
             table.add_row(phase, "", "", f"{report.seconds[phase]:.4f}", "trainer rank 0")
             continue
         seconds = [s for s, _ in by_rank]
         slowest = f"engine rank {max(by_rank)[1]}"
         table.add_row(phase, *(f"{s:.4f}" for s in (min(seconds), median(seconds), max(seconds))), slowest)
     return table
-
-
-def _order(phase: str) -> int:
-    return {"publish": -1, "total": 1, "probe": 2}.get(phase, 0)
 
 
 def _ranks(side: str, columns: Sequence[str], ranks: Sequence[tuple[int, tuple[int, ...]]]) -> Table:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from architectures import Architecture, generation
 from examination import Finding, begin, examine, said
-from sglang_reshard.cli.plan.forked_jobs import run_in_forks
+from sglang_reshard.cli.plan.worker_process import run_in_forks
 from support.checkpoints import has_experts, write_checkpoint
 from support.scripts import answer
 

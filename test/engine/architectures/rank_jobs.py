@@ -48,7 +48,7 @@ def run_jobs(
 
 def main(own: str, folder: str, order: str) -> None:
     from examination import begin, remember_modules
-    from sglang_reshard.cli.plan.forked_jobs import run_in_forks
+    from sglang_reshard.cli.plan.worker_process import run_in_forks
 
     module, work, before, ranks, gpu, deadline_s, jobs = json.loads(order)
     begin(ranks, gpu=gpu)

@@ -25,8 +25,8 @@ from architecture_cases import USUAL
 from architectures import Architecture, generation
 from examination import said, specs_of
 from rank_jobs import run_jobs
-from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import publish_arguments
+from sglang_reshard.cli.plan.worker_process import run_in_forks
 from sglang_reshard.derived import DerivedState
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.selftest.digests import digest

@@ -11,10 +11,9 @@ import pytest
 from examination import built
 from rank_jobs import run_jobs
 from sglang_reshard.cli.plan.checkpoint import specs_of
-from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.rank_model import Refusal, model_rank
-from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source
-from sglang_reshard.cli.plan.sources import layout_of
+from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source, layout_of
+from sglang_reshard.cli.plan.worker_process import run_in_forks
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.stock_load import EngineStart

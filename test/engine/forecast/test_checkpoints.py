@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_reshard.cli.plan.checkpoint import specs_of
-from sglang_reshard.cli.plan.models import prepare
+from sglang_reshard.cli.plan.checkpoint import prepare, specs_of
 from sglang_reshard.errors import Mismatch, Unsupported
 from support.checkpoints import write_checkpoint
 

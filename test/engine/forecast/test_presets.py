@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from benchmark import deepseek_v3
-from sglang_reshard.cli.plan.models import presets
+from sglang_reshard.cli.plan.checkpoint import presets
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from support import sglangs, zygote

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from reshard_job import Job
 from sglang_reshard import Probe, VerlEngine
-from sglang_reshard.extras.probe.comparison import compare
+from sglang_reshard.extras.probe.probing import compare
 from sglang_reshard.selftest.digests import LOADER, write_json
 from support.live_engines import live_digests, live_engine
 from support.refusals import refusal_of

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from pair_host import PairHost
 from pairs import Pair, Placing
+from sglang_reshard.cli.plan.checkpoint import prepare
 from sglang_reshard.cli.plan.command import make_plan
 from sglang_reshard.cli.plan.figures import Forecast
-from sglang_reshard.cli.plan.models import prepare
 from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source
 from support.nixl_env import needs_nixl
 

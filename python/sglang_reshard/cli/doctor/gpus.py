@@ -12,15 +12,19 @@ import msgspec
 import torch
 
 from sglang_reshard.cli.doctor.finding import Finding, fail, ok, warning
-from sglang_reshard.cli.doctor.reader import pattern
 from sglang_reshard.cli.versions import installed_version
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.gpu.rank_info import NCCL_SETTINGS
 from sglang_reshard.gpu.runtime import rank_device, runtime
-from sglang_reshard.memory.mapping import MemoryExporter
+from sglang_reshard.layout.regions import LocalRegion
+from sglang_reshard.memory.gpu_memory import GpuAllocation
+from sglang_reshard.memory.mapping import Handles, MemoryExporter
+from sglang_reshard.memory.peer_memory import PeerMemory
+from sglang_reshard.protocol.messages import decode
 from sglang_reshard.shown_names import some_names
 
 _READER_S = 120.0  # it imports torch, which takes long where many do
+_ELEMENTS = 1024  # of each exported shard
 _DEVICES = Path("/dev")
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -126,14 +130,14 @@ def _handed_over(devices: list[torch.device]) -> list[Finding]:
         else "run both in one container with --ipc=host"
     )
     try:
-        shards = [pattern().to(device) for device in devices]
+        shards = [_pattern().to(device) for device in devices]
         exporter = MemoryExporter(0)  # it has the copies of host memory if this process uses a GPU
         runtime().synchronize(devices)
         handles = exporter.export(shards)
         if handles.reason:
             return fail(name, handles.reason, cure)
         read = subprocess.run(
-            [sys.executable, "-m", "sglang_reshard.cli.doctor.reader"],
+            [sys.executable, "-m", "sglang_reshard.cli.doctor.gpus"],
             input=msgspec.msgpack.encode(handles),
             capture_output=True,
             timeout=_READER_S,
@@ -148,3 +152,22 @@ def _handed_over(devices: list[torch.device]) -> list[Finding]:
     return ok(
         name, "another process can read this one's" + (f", on all of {len(devices)} GPUs" if kind == "GPU" else "")
     )
+
+
+def _pattern() -> torch.Tensor:
+    """Returns the contents of each exported shard, [1024] in float32."""
+    return torch.arange(_ELEMENTS, dtype=torch.float32)
+
+
+def read_handles() -> None:
+    """Maps exported memory as an engine rank does, in a process by itself, and prints whether the bytes are right."""
+    handles = decode(sys.stdin.buffer.read(), Handles)
+    on_gpu = any(isinstance(handle, GpuAllocation) for handle in handles.storages)
+    memory = PeerMemory(0, handles, torch.device("cuda" if on_gpu else "cpu", 0))
+    whole = LocalRegion.whole((_ELEMENTS,))
+    shards = [memory.region(i, whole, torch.float32) for i in range(len(handles.shards))]
+    print("same" if all(torch.equal(shard.cpu(), _pattern()) for shard in shards) else "other bytes")
+
+
+if __name__ == "__main__":
+    read_handles()

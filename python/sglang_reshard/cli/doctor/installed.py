@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -19,7 +20,9 @@ _INSTALL = "pip install 'sglang-reshard[engine]'"
 
 
 def check_python() -> list[Finding]:
-    running, wanted = platform.python_version(), _python_wanted()
+    running, wanted = platform.python_version(), ""
+    with suppress(metadata.PackageNotFoundError):
+        wanted = str(metadata.metadata(_PACKAGE).json.get("requires_python") or "")
     if wanted and not Requirement(f"python{wanted}").specifier.contains(running):
         return fail("python", f"{running}, and sglang-reshard needs {wanted}", f"use a Python {wanted}")
     return ok("python", running)
@@ -45,11 +48,18 @@ def check_this_package() -> list[Finding]:
 
 def check_supported() -> list[Finding]:
     """Checks the packages in this package's requirements and extras."""
-    return [
-        finding
-        for name, needed in (("torch", True), ("sglang", False), ("verl", False))
-        for finding in _supported(name, needed)
-    ]
+    found: list[Finding] = []
+    for name, needed in (("torch", True), ("sglang", False), ("verl", False)):
+        told, wanted = installed_version(name), _wanted(_PACKAGE, name)
+        cure = f"pip install '{wanted}'" if wanted is not None else f"pip install {name}"
+        if told is None:
+            absent = ok(name, f"not installed; where it is needed: {wanted}")
+            found += fail(name, "not installed", cure) if needed else absent
+        elif wanted is not None and not wanted.specifier.contains(told, prereleases=True):
+            found += warning(name, f"{told}; sglang-reshard is tested with {wanted.specifier}", cure)
+        else:
+            found += ok(name, told)
+    return found
 
 
 def check_transformers() -> list[Finding]:
@@ -92,16 +102,6 @@ def check_plugin() -> list[Finding]:
     return ok("plugin", f"SGLang will load {found[0].value}")
 
 
-def _supported(name: str, needed: bool) -> list[Finding]:
-    told, wanted = installed_version(name), _wanted(_PACKAGE, name)
-    cure = f"pip install '{wanted}'" if wanted is not None else f"pip install {name}"
-    if told is None:
-        return fail(name, "not installed", cure) if needed else ok(name, f"not installed; where it is needed: {wanted}")
-    if wanted is not None and not wanted.specifier.contains(told, prereleases=True):
-        return warning(name, f"{told}; sglang-reshard is tested with {wanted.specifier}", cure)
-    return ok(name, told)
-
-
 def provided_by_sglang() -> str | None:
     """Returns the version of this package that a forked SGLang wheel provides, or None."""
     try:
@@ -123,13 +123,6 @@ def _wanted(package: str, name: str) -> Requirement | None:
             requirement.marker = None
             return requirement
     return None
-
-
-def _python_wanted() -> str:
-    try:
-        return str(metadata.metadata(_PACKAGE).json.get("requires_python") or "")
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _home() -> str:

@@ -1,7 +1,8 @@
-"""Lists the tensors of a model's checkpoint: names, shapes and dtypes, without a model hub and without weights.
+"""Finds a model's config.json, and lists the tensors of its checkpoint: without a model hub and without weights.
 
-Reads the headers of safetensors, if the folder has some. Otherwise makes transformers' model of the config on the meta
-device, and applies the conversions with which transformers saves a state (stacked experts are split, names restored).
+The list is of names, shapes and dtypes. It is read from the headers of safetensors, if the folder has some. Otherwise
+it is that of transformers' model of the config on the meta device, with the conversions with which transformers saves a
+state (stacked experts are split, names restored).
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sglang_reshard.cli.plan.models import CONFIG
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.checkpoint_headers import folder_specs
 from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.nearest import nearest
 from sglang_reshard.sources.module import named_shards
 
 _QUANTIZED = torch.float8_e4m3fn
+CONFIG = "config.json"
 
 
 def specs_of(folder: Path) -> list[TensorSpec]:
@@ -32,7 +35,9 @@ def specs_of(folder: Path) -> list[TensorSpec]:
     config = json.loads((folder / CONFIG).read_text())
     found = folder_specs(folder) if has_files(folder) else _of_config(config)
     layers = config.get("text_config", config).get("num_hidden_layers")
-    return sorted((s for s in found if not _is_beyond(s.name, layers)), key=lambda spec: spec.name)
+    numbers = ((re.search(r"\blayers\.(\d+)\.", spec.name), spec) for spec in found)
+    counted = (spec for number, spec in numbers if layers is None or number is None or int(number[1]) < layers)
+    return sorted(counted, key=lambda spec: spec.name)
 
 
 def has_files(folder: Path) -> bool:
@@ -45,11 +50,6 @@ def dtype_of(config: dict[str, Any]) -> str:
     text = config.get("text_config", {})
     named = next((d for c in (config, text) for k in ("dtype", "torch_dtype") if (d := c.get(k))), "bfloat16")
     return str(named).removeprefix("torch.")
-
-
-def _is_beyond(name: str, layers: int | None) -> bool:
-    found = re.search(r"\blayers\.(\d+)\.", name)
-    return layers is not None and found is not None and int(found[1]) >= layers
 
 
 def _of_config(config: dict[str, Any]) -> Iterator[TensorSpec]:
@@ -132,3 +132,67 @@ def _as_saved(model: Any) -> dict[str, torch.Tensor]:
         name: tensor.float() if any(part in name.split(".") for part in kept) else tensor
         for name, tensor in saved.items()
     }
+
+
+def presets() -> tuple[str, ...]:
+    """Returns the names of the models whose published config.json ships with this package."""
+    return tuple(sorted(p.name.removesuffix(".json") for p in _presets().iterdir() if p.name.endswith(".json")))
+
+
+def prepare(model: str, layers: int, into: Path) -> Path:
+    """Returns a folder with the model's config.json, cut to `layers` layers (0 for all).
+
+    model  a preset's name in any case, a config.json, or a folder with one
+    into   an empty folder, used unless the model's own folder can be used as it is
+
+    Raises Mismatch when there is no such model, or when it has fewer layers.
+    """
+    path = Path(model or "/dev/null").expanduser()  # "" would be this folder
+    folder = path if path.is_dir() else path.parent if path.name == CONFIG and path.is_file() else None
+    if folder is not None:
+        if not (folder / CONFIG).is_file():
+            raise Mismatch(f"{folder} has no {CONFIG}")
+        config = _read((folder / CONFIG).read_text(), str(folder / CONFIG))
+        if not layers:
+            return folder
+        for file in (*folder.glob("*.py"), *folder.glob("*.safetensors")):  # its own code; its tensors' shapes
+            (into / file.name).symlink_to(file.resolve())
+    elif path.is_file():
+        config = _read(path.read_text(), str(path))
+    elif (name := model.lower()) in presets():
+        config = _read((_presets() / f"{name}.json").read_text(), name)
+    else:
+        raise Mismatch(
+            f"{model} is not a folder, a {CONFIG} or a preset; the presets are {', '.join(presets())}"
+            f"{nearest(path.name, presets())}"
+        )
+    (into / CONFIG).write_text(json.dumps(with_layers(config, layers) if layers else config))
+    return into
+
+
+def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Returns the config with only its first layers. Raises Mismatch when it has fewer."""
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise Mismatch(f"--layers {layers}: the text_config of the model's {CONFIG} is not a table")
+    have = text.get("num_hidden_layers")
+    if not isinstance(have, int) or have < layers:
+        raise Mismatch(f"--layers {layers}: the model has {have} layers")
+    lists = {key for key, value in text.items() if isinstance(value, list) and len(value) == have > 1}  # by layer
+    shorter = {key: value[:layers] if key in lists else value for key, value in text.items()}
+    shorter["num_hidden_layers"] = layers
+    return config | {"text_config": shorter} if text is not config else shorter
+
+
+def _read(text: str, where: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise Mismatch(f"{where} is not JSON: {error}") from None
+    if not isinstance(config, dict) or not config.get("architectures"):
+        raise Mismatch(f"{where} names no architectures; give the config.json of a Hugging Face checkpoint")
+    return config
+
+
+def _presets() -> Any:
+    return resources.files("sglang_reshard.cli.plan") / "presets"

@@ -15,11 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sglang_reshard.cli.outcome import DONE, REFUSED
 from sglang_reshard.cli.plan import worker_process
+from sglang_reshard.cli.plan.checkpoint import CONFIG, prepare
 from sglang_reshard.cli.plan.figures import Forecast
-from sglang_reshard.cli.plan.models import CONFIG, prepare
-from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source
-from sglang_reshard.cli.plan.sizes import check_stages
-from sglang_reshard.cli.plan.table import print_forecast
+from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source, check_stages
+from sglang_reshard.cli.plan.table import draw, print_forecast
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.nearest import nearest
 
@@ -48,8 +47,6 @@ def run(model: str, source: str, target: str, *, as_json: bool, plot: Path | Non
     else:
         print_forecast(Console(), forecast)
     if plot is not None and not forecast.refused:
-        from sglang_reshard.cli.plan.plot import draw
-
         draw(forecast, plot)
     return REFUSED if forecast.refused else DONE
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from sglang_reshard.extras.asynchronous.async_copy import ALIGN_BYTES
+from sglang_reshard.extras.asynchronous.background import ALIGN_BYTES
 from sglang_reshard.landings.shadow import shadow_bytes
 from sglang_reshard.memory.host_arena import ALIGNMENT
 from sglang_reshard.plan import ReadPlan, TensorIndex
@@ -65,10 +65,6 @@ class Sizing(msgspec.Struct, frozen=True):
 
     trainer_ranks: tuple[TrainerSizing, ...]
     engine_ranks: tuple[EngineSizing, ...]
-
-    def shm_bytes(self, ranks: Sequence[int]) -> int:
-        """Returns the bytes in /dev/shm that these trainer ranks of one host need together, if they use no GPU."""
-        return sum(self.trainer_ranks[rank].shm_bytes for rank in ranks)
 
 
 def trainer_sizings(index: TensorIndex, sent_bytes: Sequence[int]) -> tuple[TrainerSizing, ...]:

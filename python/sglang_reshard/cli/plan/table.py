@@ -1,9 +1,10 @@
-"""Prints a forecast as tables. Bytes are decimal (1 GB is 10^9), as link speeds are."""
+"""Prints a forecast as tables, and draws it. Bytes are decimal (1 GB is 10^9), as link speeds are."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,6 +17,7 @@ from sglang_reshard.cli.plan.figures import Forecast
 from sglang_reshard.observability.report import titled_table
 
 _COUNT = "{:,}".format
+_GB = 1e9
 _SPREAD = "min", "median", "max"  # over ranks
 
 
@@ -28,7 +30,11 @@ def print_forecast(console: Console, forecast: Forecast) -> None:
         return
     console.print(_bytes(forecast))
     console.print(needs(forecast))
-    console.print(_ways(forecast))
+    ways = titled_table("transports by name", "transport", "predicted seconds")
+    ways.add_column("would be refused", overflow="fold")
+    for way in forecast.ways:
+        ways.add_row(way.name, "" if way.seconds is None else f"{way.seconds:.3g}", escape(way.refused))
+    console.print(ways)
     if forecast.remark:
         console.print(f"[yellow]note[/] {escape(forecast.remark)}", highlight=False, soft_wrap=True)
     spent = ", ".join(f"{step} {seconds:.1f}" for step, seconds in forecast.seconds_by_step.items())
@@ -50,13 +56,10 @@ def _head(forecast: Forecast) -> list[str]:
             f"predicted transfer time [bold]{forecast.predicted_seconds:.3g} s[/], {forecast.messages:,} messages"
         )
         if forecast.communicators:
-            lines.append(f"NCCL communicators: {_communicators(forecast)}")
+            of = Counter((c.trainer_ranks, c.engine_ranks) for c in forecast.communicators)
+            counted = ", ".join(f"{n} x {t} trainer ranks and {e} engine ranks" for (t, e), n in of.items())
+            lines.append(f"NCCL communicators: {counted}")
     return lines
-
-
-def _communicators(forecast: Forecast) -> str:
-    of = Counter((c.trainer_ranks, c.engine_ranks) for c in forecast.communicators)
-    return ", ".join(f"{n} x {t} trainer ranks and {e} engine ranks" for (t, e), n in of.items())
 
 
 def _bytes(forecast: Forecast) -> Table:
@@ -114,9 +117,31 @@ def _add_spread(
     table.add_row(title, *map(shown, (min(values), int(median(values)), max(values))), *others)
 
 
-def _ways(forecast: Forecast) -> Table:
-    table = titled_table("transports by name", "transport", "predicted seconds")
-    table.add_column("would be refused", overflow="fold")
-    for way in forecast.ways:
-        table.add_row(way.name, "" if way.seconds is None else f"{way.seconds:.3g}", escape(way.refused))
-    return table
+def draw(forecast: Forecast, path: Path) -> None:
+    """Draws bytes from every trainer rank to every engine rank, and those of every rank.
+
+    The file name's extension gives the picture's format.
+    """
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    asked = forecast.question
+    figure.suptitle(f"{asked.model}: {asked.source} -> {asked.target}, {forecast.transport}")
+    panels = figure.subplot_mosaic([["map", "map"], ["engines", "trainers"]], height_ratios=(1.2, 1))
+    links = np.array(forecast.link_bytes).T / _GB
+    image = panels["map"].imshow(links, aspect="auto", origin="lower", cmap="viridis")
+    panels["map"].set(xlabel="trainer rank", ylabel="engine rank")
+    figure.colorbar(image, ax=panels["map"], label="GB")
+    received, sent = [r.received_bytes for r in forecast.engine_ranks], [r.sent_bytes for r in forecast.trainer_ranks]
+    for side, title, nbytes, label in (
+        ("engines", "engine rank", received, "received"),
+        ("trainers", "trainer rank", sent, "sent, or read"),
+    ):
+        panels[side].bar(range(len(nbytes)), [n / _GB for n in nbytes], label=label)
+        panels[side].set(xlabel=title, ylabel="GB")
+    panels["engines"].plot([r.least_bytes / _GB for r in forecast.engine_ranks], "k_", label="least possible")
+    for side in ("engines", "trainers"):
+        panels[side].set_ylim(bottom=0)
+        panels[side].legend()
+    figure.savefig(path, dpi=120)

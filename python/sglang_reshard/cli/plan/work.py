@@ -20,13 +20,20 @@ from sglang_reshard.cli.plan import worker_process
 from sglang_reshard.cli.plan.checkpoint import specs_of
 from sglang_reshard.cli.plan.cost import costs_with, predicted_seconds
 from sglang_reshard.cli.plan.figures import Communicator, Forecast, Gather, TrainerRank, Way
-from sglang_reshard.cli.plan.forked_jobs import run_in_forks
-from sglang_reshard.cli.plan.loads import NOTHING, EngineLoad, buckets_bytes, engine_load
-from sglang_reshard.cli.plan.rank_model import START, RankModel, Refusal, model_rank
-from sglang_reshard.cli.plan.request import PlanRequest
+from sglang_reshard.cli.plan.rank_model import (
+    NOTHING,
+    START,
+    EngineLoad,
+    RankModel,
+    Refusal,
+    buckets_bytes,
+    engine_load,
+    model_rank,
+)
+from sglang_reshard.cli.plan.request import PlanRequest, layout_of
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.cli.plan.sizing import Sizing, engine_sizing, trainer_sizings
-from sglang_reshard.cli.plan.sources import layout_of
+from sglang_reshard.cli.plan.worker_process import run_in_forks
 from sglang_reshard.engine.context import failure_message
 from sglang_reshard.engine.unread import check_unread
 from sglang_reshard.errors import ReshardError

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_reshard.cli.report import page, perfetto
+from sglang_reshard.cli.report.page import page
+from sglang_reshard.cli.report.timeline import trace as traced
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.observability.report import UpdateReport
 
@@ -22,10 +23,10 @@ def run(path: Path, update: int, out: Path | None, trace: Path | None) -> str:
     """
     report = read(path, update)
     out = out or (Path("update.html") if path == STANDARD_INPUT else path.with_suffix(".html"))
-    out.write_text(page.page(report))
+    out.write_text(page(report))
     written = [str(out)]
     if trace is not None:
-        trace.write_bytes(perfetto.trace(report))
+        trace.write_bytes(traced(report))
         written.append(f"{trace} (open it at ui.perfetto.dev)")
     return f"{report.line()}: {', '.join(written)}"
 

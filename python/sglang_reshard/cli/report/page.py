@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from sglang_reshard.cli.report import drawing
-from sglang_reshard.cli.report.timeline import spans
+from sglang_reshard.cli.report.timeline import Span, spans
 from sglang_reshard.observability.report import RankReport, UpdateReport, format_bytes, overview
 from sglang_reshard.shown_names import some_names
 
@@ -28,6 +27,9 @@ tr { border-bottom: 1px solid var(--line); }
 """
 # Colours that differ for people who do not tell red from green (Okabe and Ito).
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a200", "#7a7a7a")
+WIDTH, LABELS = 960, 130
+MOST_RANKS = 48  # of a side, that are drawn one by one
+_ROW, _BAR, _CELL = 22, 16, 28
 
 
 def page(report: UpdateReport) -> str:
@@ -64,11 +66,11 @@ def _timeline(report: UpdateReport) -> list[str]:
     found = spans(report)
     if not found:
         return []
-    key = "".join(f'<span class="c{number}"></span>{escape(phase)}' for phase, number in drawing.phases(found).items())
+    key = "".join(f'<span class="c{number}"></span>{escape(phase)}' for phase, number in phases(found).items())
     note = "A report has durations. The phases of an engine rank are drawn after each other, from the end of publish."
-    if len(report.engine_ranks) >= drawing.MOST_RANKS:
-        note += f" The {drawing.MOST_RANKS} slowest ranks are drawn."
-    drawn = _scrolling(f'<div class="timeline">{drawing.timeline(found)}</div>')
+    if len(report.engine_ranks) >= MOST_RANKS:
+        note += f" The {MOST_RANKS} slowest ranks are drawn."
+    drawn = _scrolling(f'<div class="timeline">{timeline(found)}</div>')
     return ["<h2>Timeline</h2>", drawn, f'<p class="key">{key}</p>', f'<p class="faint">{note}</p>']
 
 
@@ -77,7 +79,7 @@ def _pairs(report: UpdateReport) -> list[str]:
     if not trainers:
         why = "The report has no bytes by pair of ranks: only that of trainer rank 0 has them."
         return ["<h2>Bytes between ranks</h2>", f'<p class="faint">{why}</p>']
-    drawn = drawing.pairs(report.engine_ranks, max(trainers, len(report.trainer_ranks)))
+    drawn = pairs(report.engine_ranks, max(trainers, len(report.trainer_ranks)))
     note = "Columns are trainer ranks. Move the pointer over a square for its bytes."
     return ["<h2>Bytes between ranks</h2>", _scrolling(drawn), f'<p class="faint">{note}</p>']
 
@@ -111,3 +113,87 @@ def _row(tag: str, cells: Sequence[object], numbers: bool) -> str:
     kinds = [' class="number"' if numbers and column else "" for column in range(len(cells))]
     found = (f"<{tag}{kind}>{escape(str(cell))}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
     return f"<tr>{''.join(found)}</tr>"
+
+
+def timeline(found: Sequence[Span]) -> str:
+    """A row for each rank, and a bar for each phase, as wide as it lasts. Of many engine ranks the slowest ones."""
+    ends = dict[str, float]()
+    for span in found:
+        ends[span.rank] = max(ends.get(span.rank, 0.0), span.end)
+    kept = set(sorted(ends, key=lambda rank: ends[rank], reverse=True)[:MOST_RANKS])
+    rows = {rank: number for number, rank in enumerate(rank for rank in ends if rank in kept)}
+    total, colours = max(ends.values(), default=0.0) or 1.0, phases(found)
+    scale = (WIDTH - LABELS) / total
+    height = _ROW * (len(rows) + 1)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="seconds by rank and phase">']
+    for rank, number in rows.items():
+        parts.append(f'<text x="{LABELS - 8}" y="{number * _ROW + 15}" text-anchor="end">{escape(rank)}</text>')
+    for span in found:
+        if span.rank in rows:
+            at = LABELS + span.begin * scale, rows[span.rank] * _ROW + (_ROW - _BAR) / 2
+            says = f"{span.rank}, {span.phase}: {span.seconds * 1e3:.2f} ms from {span.begin * 1e3:.2f} ms"
+            parts.append(_rectangle(at, (max(0.5, span.seconds * scale), _BAR), f"c{colours[span.phase]}", says))
+    parts += _axis(total, scale, len(rows) * _ROW + 14)
+    return "\n".join([*parts, "</svg>"])
+
+
+def phases(found: Sequence[Span]) -> dict[str, int]:
+    """Returns phase -> number of its colour."""
+    return {phase: number % len(_COLOURS) for number, phase in enumerate(dict.fromkeys(span.phase for span in found))}
+
+
+def _axis(total: float, scale: float, y: int) -> list[str]:
+    steps = [total * i / 4 for i in range(5)]
+    anchors = ("start", "middle", "middle", "middle", "end")
+    return [
+        f'<text class="faint" x="{LABELS + s * scale:.1f}" y="{y}" text-anchor="{anchor}">{s * 1e3:.3g} ms</text>'
+        for s, anchor in zip(steps, anchors, strict=True)
+    ]
+
+
+def pairs(ranks: Sequence[RankReport], trainer_ranks: int) -> str:
+    """A square for each pair of an engine rank (row) and a trainer rank (column), darker for more bytes.
+
+    Neighbours share a square where a side has more than `MOST_RANKS` ranks.
+    """
+    columns, rows = _groups(trainer_ranks), _groups(len(ranks))
+    sums = [[0] * len(columns) for _ in rows]
+    width = columns[0].stop if columns else 1
+    for row, group in enumerate(rows):
+        for rank in ranks[group.start : group.stop]:
+            for trainer, nbytes in rank.read_bytes.items():
+                if 0 <= trainer < trainer_ranks:
+                    sums[row][trainer // width] += nbytes
+    most = max((max(row) for row in sums), default=0) or 1
+    size = LABELS + _CELL * len(columns), _CELL * (len(rows) + 1)
+    parts = [
+        f'<svg viewBox="0 0 {max(size[0], 300)} {size[1]}" width="{max(size[0], 300)}" role="img" '
+        'aria-label="bytes from trainer ranks to engine ranks">'
+    ]
+    for column, group in enumerate(columns):
+        x = LABELS + column * _CELL + _CELL / 2
+        parts.append(f'<text class="faint" x="{x}" y="18" text-anchor="middle">{group.start}</text>')
+    for row, group in enumerate(rows):
+        numbers = [ranks[group.start].rank, ranks[group.stop - 1].rank]
+        name = "engine rank " + "-".join(map(str, dict.fromkeys(numbers)))
+        parts.append(f'<text x="{LABELS - 8}" y="{(row + 1) * _CELL + 18}" text-anchor="end">{name}</text>')
+        for column, nbytes in enumerate(sums[row]):
+            of = columns[column]
+            trainers = "-".join(map(str, dict.fromkeys((of.start, of.stop - 1))))
+            says = f"trainer rank {trainers} to {name}: {format_bytes(nbytes)}"
+            at = LABELS + column * _CELL + 1, (row + 1) * _CELL + 1
+            opacity = f' fill-opacity="{nbytes / most:.3f}"'
+            parts.append(_rectangle(at, (_CELL - 2, _CELL - 2), "cell", says, opacity))
+    return "\n".join([*parts, "</svg>"])
+
+
+def _groups(ranks: int) -> list[range]:
+    each = -(-ranks // MOST_RANKS) or 1
+    return [range(begin, min(begin + each, ranks)) for begin in range(0, ranks, each)]
+
+
+def _rectangle(at: tuple[float, float], size: tuple[float, float], kind: str, says: str, more: str = "") -> str:
+    return (
+        f'<rect class="{kind}" x="{at[0]:.2f}" y="{at[1]:.2f}" width="{size[0]:.2f}" height="{size[1]:.2f}"{more}>'
+        f"<title>{escape(says)}</title></rect>"
+    )

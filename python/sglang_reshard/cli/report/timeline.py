@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from sglang_reshard.observability.report import UpdateReport
 
 TRAINER = "trainer rank 0"
+_PROCESS = 1
+_US = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +46,30 @@ def spans(report: UpdateReport) -> list[Span]:
     if "probe" in report.seconds:
         found.append(Span(TRAINER, "probe", total, report.seconds["probe"]))
     return found
+
+
+def trace(report: UpdateReport) -> bytes:
+    """Returns the file's bytes: an event for each phase of a rank, and counters of an engine rank's bytes."""
+    events: list[dict[str, Any]] = [_meta("process_name", 0, f"update, version {report.weight_version}")]
+    tracks: dict[str, int] = {}
+    for span in spans(report):
+        if span.rank not in tracks:
+            tracks[span.rank] = len(tracks) + 1
+            events.append(_meta("thread_name", tracks[span.rank], span.rank))
+        begin, seconds = round(span.begin * _US, 3), round(span.seconds * _US, 3)
+        events.append({"name": span.phase, "ph": "X", "ts": begin, "dur": seconds, **_of(tracks[span.rank])})
+    end = round(report.seconds.get("total", 0.0) * _US, 3)
+    for rank in report.engine_ranks:
+        figures = {"received": rank.received_bytes, "least": rank.least_bytes, "peak extra": rank.peak_extra_bytes}
+        name = f"bytes of engine rank {rank.rank}"
+        events.append({"name": name, "ph": "C", "ts": end, "args": figures, **_of(tracks.get(TRAINER, 0))})
+    about = {"transport": report.transport, "reason": report.transport_reason, "message": report.message}
+    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
+
+
+def _meta(kind: str, track: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "args": {"name": name}, **_of(track)}
+
+
+def _of(track: int) -> dict[str, int]:
+    return {"pid": _PROCESS, "tid": track}

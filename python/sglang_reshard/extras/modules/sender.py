@@ -105,7 +105,9 @@ class ModuleSender:
     def _meet_receivers(self) -> list[str]:
         """Returns the names of the connected receivers; the next update is theirs."""
         names: list[str] = on_first_rank(lambda: self._mail.receivers() if self._mail else [], self._group)
-        self._sender.set_engines({name: self._send_to(name) for name in names})
+        mail = self._mail
+        sends = {name: None if mail is None else functools.partial(mail.send, name) for name in names}
+        self._sender.set_engines(sends)
         return names
 
     def close(self) -> None:
@@ -120,6 +122,3 @@ class ModuleSender:
         self._server = ControlServer.open(interface)
         self._mail = MailRoom(self._server.address, self._timeout_s)
         return msgspec.to_builtins(self._server.address)
-
-    def _send_to(self, name: str) -> Any:
-        return functools.partial(self._mail.send, name) if self._mail is not None else None

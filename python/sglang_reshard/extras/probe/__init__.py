@@ -11,8 +11,7 @@ update writes: a copy of a weight that the model's first forward made, a scale t
 probe.py       Probe: what a user asks for
 trainer.py     the trainer's log-probabilities, of a module, a function or tensors
 engine.py      the engine's, by its own prefill
-comparison.py  the differences
-probing.py     Probing: one update's probe, on all trainer ranks
+probing.py     Probing: one update's probe, on all trainer ranks; the differences
 """
 
 from __future__ import annotations

@@ -76,7 +76,11 @@ class ProbedEngine:
         for rank in range(ranks):
             to_rank = {"routed_dp_rank": rank} if ranks > 1 else {}
             outputs = self._generate(input_ids=sequences, **arguments, **to_rank)
-            found.append(_parsed(outputs, sequences, expected))
+            outputs = outputs if isinstance(outputs, list) else [outputs]
+            if len(outputs) != len(sequences):
+                raise NotProbed(f"the engine returned {len(outputs)} answers for {len(sequences)} sequences")
+            answers = enumerate(zip(outputs, sequences, strict=True))
+            found.append(tuple(_of_answer(n, output["meta_info"], tokens, expected) for n, (output, tokens) in answers))
         if self._live(expected) != before:
             raise NotProbed("other weights were written while the probe was running")
         return tuple(found)
@@ -98,16 +102,6 @@ class ProbedEngine:
                 "released"
             )
         return info
-
-
-def _parsed(outputs: Any, sequences: list[list[int]], expected: Expected) -> tuple[tuple[float, ...], ...]:
-    outputs = outputs if isinstance(outputs, list) else [outputs]
-    if len(outputs) != len(sequences):
-        raise NotProbed(f"the engine returned {len(outputs)} answers for {len(sequences)} sequences")
-    return tuple(
-        _of_answer(number, output["meta_info"], tokens, expected)
-        for number, (output, tokens) in enumerate(zip(outputs, sequences, strict=True))
-    )
 
 
 def _of_answer(number: int, meta: dict[str, Any], tokens: Sequence[int], expected: Expected) -> tuple[float, ...]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import torch
 
 from sglang_reshard import tasks
 from sglang_reshard.errors import DeadlineExceeded, ProbeMismatch, ReshardError
-from sglang_reshard.extras.probe.comparison import compare
 from sglang_reshard.extras.probe.engine import Expected, NotProbed, ProbedEngine
 from sglang_reshard.extras.probe.probe import Probe
 from sglang_reshard.extras.probe.trainer import trainer_logprobs
 from sglang_reshard.observability.logs import get_logger, log_context
-from sglang_reshard.observability.probe_report import ProbeReport
+from sglang_reshard.observability.probe_report import ProbedToken, ProbeReport
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import decode, encode
 from sglang_reshard.trainer.update_sender import raising
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 _RECORD_S = 10.0  # metrics are not worth a longer wait
+ByToken = Sequence[Sequence[float]]  # by sequence and position; the first position has none
 
 
 class Probing:
@@ -34,8 +35,8 @@ class Probing:
 
     def __init__(self, probe: Probe, sender: UpdateSender, engines: Mapping[str, Send | None]) -> None:
         """`engines`: name -> function that sends requests to the engine, on trainer rank 0; None on the others."""
-        self._probe, self._sender = probe, sender
-        self._sends = dict(engines)
+        self._probe, self._sender, self._sends = probe, sender, dict(engines)
+        self._timeout_s = probe.timeout_s or sender.timeout_s
         self._engines: dict[str, ProbedEngine] = {}
         self._trainer: tuple[tuple[float, ...], ...] = ()
         self._trainer_seconds = 0.0
@@ -56,12 +57,9 @@ class Probing:
         except ReshardError as error:
             return raising(error)
         except Exception as error:
-            logger.exception("trainer rank %d: the probe's logprobs function failed", rank)
-            return raising(
-                ReshardError(
-                    f"trainer rank {rank}: the probe's logprobs function failed: {type(error).__name__}: {error}"
-                )
-            )
+            what = f"trainer rank {rank}: the probe's logprobs function failed"
+            logger.exception(what)
+            return raising(ReshardError(f"{what}: {type(error).__name__}: {error}"))
         self._trainer_seconds = time.perf_counter() - began
         return weights
 
@@ -72,34 +70,26 @@ class Probing:
         probe this update. The weights are already live.
         """
         rank, _ = self._sender.ranks
-        updated = {name: report for name, report in reports.items() if report.success}
-        found = self._ask(updated) if rank == 0 and updated else {}
-        probes = decode(self._agree(encode(found)), dict[str, ProbeReport])
-        complete = {name: _with(report, probes.get(name)) for name, report in reports.items()}
+        asked = {  # all engines at the same time
+            name: tasks.start(f"probe of {name}", functools.partial(self._probed, name, report))
+            for name, report in reports.items()
+            if rank == 0 and report.success
+        }
+        found = encode({name: probed.result() for name, probed in asked.items()})
+        try:
+            found = self._sender.agree(found, "update with probe=", self._timeout_s + self._sender.timeout_s)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"the update succeeded and the weights are live, but {error}") from None
+        probes = decode(found, dict[str, ProbeReport])
+        complete = dict(reports)
+        for name, probe in probes.items():
+            seconds = reports[name].seconds | {"probe": probe.seconds}
+            complete[name] = msgspec.structs.replace(reports[name], probe=probe, seconds=seconds)
         if rank == 0:
             self._tell(probes)
         if self._probe.on_mismatch == "raise":
             _raise_mismatch(probes, complete)
         return complete
-
-    def _agree(self, own: bytes) -> bytes:
-        """Returns what trainer rank 0 passes."""
-        try:
-            return self._sender.agree(own, "update with probe=", self._timeout_s + self._sender.timeout_s)
-        except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"the update succeeded and the weights are live, but {error}") from None
-
-    @property
-    def _timeout_s(self) -> float:
-        return self._probe.timeout_s or self._sender.timeout_s
-
-    def _ask(self, reports: Mapping[str, UpdateReport]) -> dict[str, ProbeReport]:
-        """Asks all engines at the same time. Runs on trainer rank 0."""
-        asked = {
-            name: tasks.start(f"probe of {name}", functools.partial(self._probed, name, report))
-            for name, report in reports.items()
-        }
-        return {name: found.result() for name, found in asked.items()}
 
     def _probed(self, name: str, report: UpdateReport) -> ProbeReport:
         sequences, version = self._probe.token_ids(), report.weight_version
@@ -142,10 +132,42 @@ class Probing:
                     logger.warning("%s could not be added to the engine's metrics: %s", which, error)
 
 
-def _with(report: UpdateReport, probe: ProbeReport | None) -> UpdateReport:
-    if probe is None:
-        return report
-    return msgspec.structs.replace(report, probe=probe, seconds=report.seconds | {"probe": probe.seconds})
+class Differences(NamedTuple):
+    """|ours - theirs|: mean, maximum, the index of the maximum, and how many there are."""
+
+    mean: float
+    largest: float
+    largest_at: int
+    tokens: int
+
+
+def differences(ours: torch.Tensor, theirs: torch.Tensor) -> Differences:
+    """Compares log-probabilities: 1-D tensors of equal, positive length.
+
+    Equal infinities do not differ. If one of two values is no number, their difference is infinite.
+    """
+    ours, theirs = ours.double(), theirs.double()
+    found = (ours - theirs).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    found = torch.where(ours == theirs, 0.0, found)
+    largest_at = int(found.argmax())
+    return Differences(float(found.mean()), float(found[largest_at]), largest_at, found.numel())
+
+
+def compare(
+    sequences: Sequence[Sequence[int]], trainer: ByToken, engine: Sequence[ByToken]
+) -> tuple[Differences, ProbedToken]:
+    """Compares the trainer's numbers with those of each data parallel rank of an engine.
+
+    Returns the token with the largest difference, too.
+    """
+    tokens = [
+        ProbedToken(number, position, token, rank, ours[position - 1], of_rank[number][position - 1])
+        for rank, of_rank in enumerate(engine)
+        for number, (sequence, ours) in enumerate(zip(sequences, trainer, strict=True))
+        for position, token in enumerate(sequence[1:], start=1)
+    ]
+    found = differences(*torch.tensor([(t.trainer, t.engine) for t in tokens], dtype=torch.float64).T)
+    return found, tokens[found.largest_at]
 
 
 def _raise_mismatch(probes: Mapping[str, ProbeReport], reports: Mapping[str, UpdateReport]) -> None:

@@ -11,21 +11,29 @@ in messages of bounded size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from sglang_reshard import tasks
 from sglang_reshard.errors import Mismatch, ReshardError
-from sglang_reshard.extras.realloc.demand import Demand, check_all_listed, sent_matrix
-from sglang_reshard.extras.realloc.exchange import exchange_blobs, raise_together, union_of_layouts
-from sglang_reshard.extras.realloc.rank_plan import Described, Given, PreparedMove, RankPlan
+from sglang_reshard.extras.realloc.rank_plan import (
+    Demand,
+    Described,
+    Given,
+    PreparedMove,
+    RankPlan,
+    check_all_listed,
+    sent_matrix,
+)
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.decoders import unpack_blob
+from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.layout.union import union
 from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES
 from sglang_reshard.routes.p2p.messages import SendRequest, round_bytes
-from sglang_reshard.trainer.collectives import require_cpu_backend, translated_errors
+from sglang_reshard.trainer.collectives import broadcast_message, require_cpu_backend, translated_errors
 from sglang_reshard.trainer.gathering import gather, gathering
 
 
@@ -60,7 +68,7 @@ class ReshardPlan:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, prepared: PreparedMove) -> None:
         """Use `make`."""
         self._group, self._rank, self._device = group, dist.get_rank(group), device
-        self._broken, self._dropped, self._running = False, False, False
+        self._refused = ""  # why it cannot be run now
         self._mover, self._memory, self._versions, *told = prepared
         self.received_bytes, self.sent_bytes, self.copied_bytes, self.extra_bytes = told
 
@@ -100,7 +108,12 @@ class ReshardPlan:
         rank = dist.get_rank(group)
         own = RankPlan(group, source, target, {"bucket_bytes": bucket_bytes, "strict": strict})
         told = gather(own.describe, Described, group)
-        _check_options(told)
+        for peer, other in enumerate(told):
+            if other.options != told[0].options:  # they would cut different messages
+                raise Mismatch(
+                    f"trainer rank {peer} has the options {other.options}, but trainer rank 0 has {told[0].options}; "
+                    "pass the same options on all ranks"
+                )
         layout = union_of_layouts(own.packed, [other.layout for other in told], group)
         if not layout.tensors:
             raise Mismatch("no trainer rank passed any source tensors")
@@ -153,37 +166,29 @@ class ReshardPlan:
         group. Arguments and errors are those of `run`; `wait` raises errors of the thread.
         """
         raise_together(self._problem(drop_source), self._group)
-        self._running = True
-        return RunningReshard(lambda: self._run_beside(drop_source))
+        self._refused = "the plan is running; call wait on the handle that start returned"
 
-    def _run_beside(self, drop_source: bool) -> None:
-        try:
+        def move() -> None:
             with runtime().own_stream(self._device):
                 self._run(drop_source)
-        finally:
-            self._running = False
+
+        return RunningReshard(move)
 
     def _run(self, drop_source: bool) -> None:
         try:
             self._mover.run()
         except BaseException:
-            self._broken = True
+            self._refused = "an earlier run of the plan failed; make a new plan over a new process group"
             raise
         finally:
             self._versions.increase()
+        self._refused = "the plan's source was dropped; make a new plan" if drop_source else ""
         if drop_source:
-            self._dropped = True
             self._memory.drop_source()
 
     def _problem(self, drop_source: bool) -> ReshardError | None:
-        """Returns why this rank cannot run the plan."""
-        where = f"trainer rank {self._rank}"
-        if self._broken:
-            return Mismatch(f"{where}: an earlier run of the plan failed; make a new plan over a new process group")
-        if self._dropped:
-            return Mismatch(f"{where}: the plan's source was dropped; make a new plan")
-        if self._running:
-            return Mismatch(f"{where}: the plan is running; call wait on the handle that start returned")
+        if self._refused:
+            return Mismatch(f"trainer rank {self._rank}: {self._refused}")
         return self._memory.problem(drop=drop_source)
 
 
@@ -202,11 +207,48 @@ class RunningReshard:
         self._done.result()
 
 
-def _check_options(told: Sequence[Described]) -> None:
-    """Raises Mismatch if ranks were given different options: they would cut different messages."""
-    for rank, other in enumerate(told):
-        if other.options != told[0].options:
-            raise Mismatch(
-                f"trainer rank {rank} has the options {other.options}, but trainer rank 0 has {told[0].options}; pass "
-                "the same options on all ranks"
-            )
+def raise_together(problem: ReshardError | None, group: dist.ProcessGroup) -> None:
+    """Raises the first rank's problem on all ranks, if any rank has one. One all-reduce of a number if none has."""
+    having = torch.tensor([problem is not None], dtype=torch.int32)
+    with translated_errors(group):
+        dist.all_reduce(having, group=group)
+
+    def fail() -> None:
+        if problem is not None:
+            raise problem
+
+    if int(having):
+        gather(fail, type(None), group)
+
+
+def union_of_layouts(packed: bytes, digests: Sequence[str], group: dist.ProcessGroup) -> SourceLayout:
+    """Returns the layout of all that ranks list.
+
+    packed   this rank's layout, by `pack_blob`
+    digests  content hash of each rank's layout. Each distinct layout is broadcast once
+
+    Raises as `union` does.
+    """
+    own, layouts = dist.get_rank(group), []
+    distinct = list(dict.fromkeys(digests))
+    for digest in distinct:
+        root = digests.index(digest)
+        data = broadcast_message(packed if own == root else None, bytes, group, root)
+        layouts.append(unpack_blob(data, SourceLayout, digest, what="the source's layout"))
+    return union(layouts, [distinct.index(digest) for digest in digests])
+
+
+def exchange_blobs(outgoing: Mapping[int, bytes], incoming: Mapping[int, int], group: dist.ProcessGroup) -> list[bytes]:
+    """Gives every rank what the others have for it. Returns what each rank has for this one, in rank order.
+
+    outgoing  rank -> the bytes for it
+    incoming  rank -> the number of bytes that it has for this one
+    """
+    ranks = range(dist.get_world_size(group))
+    data = b"".join(outgoing.get(rank, b"") for rank in ranks)
+    sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    sizes = [incoming.get(rank, 0) for rank in ranks]
+    received = torch.empty(sum(sizes), dtype=torch.uint8)
+    with translated_errors(group):
+        dist.all_to_all_single(received, sent, sizes, [len(outgoing.get(rank, b"")) for rank in ranks], group=group)
+    return [part.numpy().tobytes() for part in received.split(sizes)]

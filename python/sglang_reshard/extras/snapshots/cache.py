@@ -25,18 +25,16 @@ from sglang_reshard.extras.snapshots.manifest import (
     CACHE_MARK,
     DELTA,
     MANIFEST,
+    SAFETENSORS,
     Entry,
     Snapshot,
-    encode,
-    write_atomically,
-)
-from sglang_reshard.extras.snapshots.tensor_files import (
-    SAFETENSORS,
     check_kinds,
     check_size,
+    encode,
     hash_of,
     note_tensors,
     read_table,
+    write_atomically,
 )
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.regular_files import is_folder, lock
@@ -222,7 +220,6 @@ class Cache:
                     )
 
     def _is_whole(self, copy: _Copy) -> bool:
-        """Returns whether a copy is undamaged."""
         try:
             self._check(copy.snapshot, self._copies, copy.path)
         except Mismatch:

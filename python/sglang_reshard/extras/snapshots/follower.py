@@ -18,9 +18,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_reshard.errors import (
     EngineRefused,
@@ -47,8 +46,7 @@ logger = get_logger(__name__)
 _PAUSE_S, _LONGEST_PAUSE_S = 10.0, 600.0  # before a snapshot that is no good is read again
 
 
-@dataclass(slots=True)
-class _Refused:
+class _Refused(NamedTuple):
     """A snapshot that is no good. again_at: by the monotonic clock"""
 
     error: Exception

@@ -3,8 +3,9 @@
 Only the list defines the published snapshots and their order. Every snapshot has a publication, a number that is
 greater than those of all before it, see `protocol.publication`; times of files mean nothing.
 
-Both files may come from anybody: `decode_snapshot` and `decode_list` take bytes of a bounded size, and check every
-field. A name in them is one component of a path.
+All files may come from anybody: `decode_snapshot` and `decode_list` take bytes of a bounded size, and check every
+field. A name in them is one component of a path. No allocation depends on a size that a file of weights claims: sizes
+are compared first, headers are bounded, and tables of tensors must fill their file without overlaps.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout.checkpoint_headers import DTYPES
+from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.protocol.publication import MOST_PUBLICATION
 
 LATEST = "latest"
@@ -40,6 +43,13 @@ _Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 _Publication = Annotated[int, msgspec.Meta(ge=0, le=MOST_PUBLICATION)]
 _Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 _Sums = Annotated[str, msgspec.Meta(pattern=f"^([0-9a-f]{{{SUM_DIGITS}}})*$")]
+INDEX = "model.safetensors.index.json"
+SAFETENSORS = ".safetensors"
+WEIGHTS = (SAFETENSORS, ".bin", ".pt", ".pth", ".gguf")  # suffixes of what loaders read
+MOST_TENSORS = 30_000  # of one file
+_HEADER_BYTES = 16 << 20  # at most
+_LENGTH_BYTES = 8
+METADATA = "__metadata__"  # in a table of tensors, and the name of none
 
 
 class SnapshotFile(msgspec.Struct, frozen=True):
@@ -180,11 +190,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    found = hashlib.sha256()
     with open(path, "rb") as opened:
-        while part := opened.read(_PART):
-            found.update(part)
-    return found.hexdigest()
+        return hash_of(opened, path.stat().st_size)
 
 
 def is_snapshot_name(name: str) -> bool:
@@ -211,3 +218,83 @@ def _is_component(name: str, most_bytes: int) -> bool:
     if not name or name in (".", "..") or "/" in name or "\\" in name or not name.isprintable():
         return False
     return len(name.encode(errors="replace")) <= most_bytes
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: Annotated[tuple[_Bytes, ...], msgspec.Meta(max_length=64)]
+    data_offsets: tuple[_Bytes, _Bytes]
+
+
+class Table(NamedTuple):
+    """The table of tensors at the beginning of a file.
+
+    tensors         with the offset of each in the file, in bytes, in ascending order
+    nbytes, sha256  of the table, with its length before it
+    """
+
+    tensors: tuple[tuple[TensorSpec, int], ...]
+    nbytes: int
+    sha256: str
+
+
+def note_tensors(of_tensor: dict[str, str], table: Table, file: str, where: str) -> None:
+    """Adds the tensors of a file to tensor -> file. Raises Mismatch if another file has one of them."""
+    for spec, _ in table.tensors:
+        if of_tensor.setdefault(spec.name, file) != file:
+            raise Mismatch(f"{where} has tensor {spec.name}, but {of_tensor[spec.name]} has it, too")
+
+
+def check_kinds(snapshot: Snapshot, where: Callable[[str], str]) -> None:
+    """Raises Mismatch for a snapshot without safetensors, or with weights of another kind."""
+    weights = [name for name in snapshot.files if name.endswith(WEIGHTS)]
+    if not weights:
+        raise Mismatch(f"{where(MANIFEST)} lists no safetensors files")
+    for name in weights:
+        if not name.endswith(SAFETENSORS):
+            raise Mismatch(f"{where(name)}: weights of a snapshot must be safetensors files")
+
+
+def check_size(nbytes: int, file: SnapshotFile, where: str) -> None:
+    if nbytes != file.nbytes:
+        raise Mismatch(f"{where} has {nbytes} bytes, but its manifest lists {file.nbytes}")
+
+
+def hash_of(opened: BinaryIO, nbytes: int) -> str:
+    """Returns the SHA-256 of a file, of whose bytes no more than `nbytes` and one are read."""
+    found, left = hashlib.sha256(), nbytes + 1
+    while left and (part := opened.read(min(left, _PART))):
+        found.update(part)
+        left -= len(part)
+    return found.hexdigest()
+
+
+def read_table(opened: BinaryIO, nbytes: int, where: str) -> Table:
+    """Returns the tensors of one file of safetensors. Raises Mismatch unless they fill it."""
+    begins = opened.read(_LENGTH_BYTES)
+    length = int.from_bytes(begins, "little")
+    if not 0 < length <= min(_HEADER_BYTES, nbytes - _LENGTH_BYTES):
+        raise Mismatch(f"{where} claims a header of {length} bytes, but has only {nbytes} bytes itself")
+    header = opened.read(length)
+    try:
+        listed = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        if (metadata := listed.pop(METADATA, None)) is not None:
+            msgspec.json.decode(metadata, type=dict[str, str])
+        tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in listed.items()}
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise Mismatch(f"{where} has a damaged header: {error}") from error
+    if len(tensors) > MOST_TENSORS:
+        raise Mismatch(f"{where} has {len(tensors)} tensors; at most {MOST_TENSORS} are supported in one file")
+    found, first, end = [], _LENGTH_BYTES + length, 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
+        if tensor.dtype not in DTYPES:
+            raise Mismatch(f"{where}: {name} has the dtype {tensor.dtype[:40]!r}, which safetensors does not define")
+        spec = TensorSpec(name, tensor.shape, DTYPES[tensor.dtype])
+        begin, stop = tensor.data_offsets
+        if begin != end or stop - begin != spec.nbytes:
+            raise Mismatch(f"{where}: {name} of shape {tensor.shape} does not fit bytes {begin} to {stop}")
+        found.append((spec, first + begin))
+        end = stop
+    if first + end != nbytes:
+        raise Mismatch(f"{where} has {nbytes} bytes, but its tensors end at byte {first + end}")
+    return Table(tuple(found), first, hashlib.sha256(begins + header).hexdigest())

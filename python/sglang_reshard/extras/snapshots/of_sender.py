@@ -7,28 +7,39 @@ report = snapshots.update_or_write(model, weight_version="42")   # writes if the
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 import torch
 
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.errors import EngineUnreachable, Unsupported
+from sglang_reshard.errors import EngineUnreachable, Mismatch, Unsupported
 from sglang_reshard.extras.asynchronous.background import UpdateHandle
-from sglang_reshard.extras.snapshots.manifest import check_snapshot_name
-from sglang_reshard.extras.snapshots.writer import SnapshotOptions, SnapshotReport, SnapshotWriter
+from sglang_reshard.extras.snapshots.manifest import DELTA, Entry, SnapshotFile, check_snapshot_name
+from sglang_reshard.extras.snapshots.upload import SnapshotStore
+from sglang_reshard.extras.snapshots.writer_files import DEFAULT_FILE_BYTES, FLOATING_POINT, SnapshotFiles, write_boxes
+from sglang_reshard.extras.snapshots.writer_folder import SnapshotFolder
+from sglang_reshard.layout.names import Rename, Renaming, patterns
+from sglang_reshard.nearest import check_one_of
 from sglang_reshard.observability.report import UpdateReport
-from sglang_reshard.sources import NamedTensors, TrainerState
+from sglang_reshard.protocol.publication import next_publication
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.sources import NamedTensors, TrainerState, describe
+from sglang_reshard.trainer.gathering import Gathering
 from sglang_reshard.trainer.options import UpdateOptions
+from sglang_reshard.trainer.stages import Stages
 from sglang_reshard.trainer.update_sender import repeatable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from sglang_reshard.api.given import UnversionedUpdateGiven
-    from sglang_reshard.extras.snapshots.writer import SnapshotGiven
 
 _OF_UPDATE = "partial", "rename", "ignore"  # options that a snapshot in place of an update has, too
 _KEPT = 3  # snapshots that stay in the folder, of those that `update_or_write` writes
@@ -86,11 +97,13 @@ class Snapshots:
         chosen = self._chosen(name, options)
         copied = UpdateOptions(name, partial=chosen.partial, rename=chosen.rename, ignore=chosen.ignore)
 
-        def run(weights: TrainerState | NamedTensors) -> SnapshotReport:
-            return self._write(weights, chosen)
-
         return self._sender.background.start(
-            self._sender.participant, run, named_tensors, copied, latest_only=False, shadow_device=shadow_device
+            self._sender.participant,
+            lambda weights: self._write(weights, chosen),
+            named_tensors,
+            copied,
+            latest_only=False,
+            shadow_device=shadow_device,
         )
 
     def update_or_write(
@@ -139,3 +152,184 @@ class Snapshots:
         if (source := chosen.get("copy_from")) is not None:
             chosen["copy_from"] = Path(source)
         return SnapshotOptions(name, **chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotReport:
+    """One snapshot.
+
+    path             the folder
+    tensors, nbytes  all of them
+    own_bytes        that this rank has written
+    seconds          of this rank
+    delta_bytes      that lead from the snapshot before to this one; None if there are no deltas of all files
+    """
+
+    path: str
+    tensors: int
+    nbytes: int
+    own_bytes: int
+    seconds: float
+    delta_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotOptions:
+    """See `extras.snapshots.Snapshots`."""
+
+    name: str
+    dtype: str | None = None
+    partial: bool = False
+    keep: int | None = None
+    copy_from: Path | None = None
+    file_bytes: int = DEFAULT_FILE_BYTES
+    delta: bool = False
+    upload: str | None = None
+    rename: Rename | None = None
+    ignore: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ignore", patterns(self.ignore))
+        if self.dtype is not None:
+            check_one_of("dtype", self.dtype, FLOATING_POINT)
+
+
+class SnapshotGiven(TypedDict, total=False):
+    """The fields of `SnapshotOptions` but `name`, as they are given by name."""
+
+    dtype: str | None
+    partial: bool
+    keep: int | None
+    copy_from: str | Path | None
+    file_bytes: int
+    delta: bool
+    upload: str | None
+    rename: Rename | None
+    ignore: Sequence[str]
+
+
+class SnapshotWriter:
+    """Writes snapshots, with the writers of the other trainer ranks.
+
+    Trainer rank 0 lays the files out and reserves their space. Every trainer rank maps them and writes the boxes that
+    it holds where they belong; of several that hold the same, one does. Then the ranks divide the files among them:
+    each is read back for its hash, and compared with that of the snapshot before for its delta. The folder gets its
+    name when everything is on disk, so that a reader always finds a complete snapshot, even if a rank dies.
+    """
+
+    def __init__(self, session: Session, trainer_rank: int, global_ranks: tuple[int, ...], timeout_s: float) -> None:
+        self._session, self._rank, self._global_ranks = session, trainer_rank, global_ranks
+        self._timeout_s, self._name = timeout_s, ""
+
+    def write(
+        self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, folder: Path, options: SnapshotOptions
+    ) -> SnapshotReport:
+        """Collective. Raises, on every rank, what one of them fails with; in this case no file of the snapshot
+        remains.
+        """
+        began = time.perf_counter()
+        if options.keep is not None and options.keep < 1:
+            raise Mismatch(f"keep={options.keep} would delete every snapshot; pass at least 1")
+        check_snapshot_name(options.name)
+        self._name = options.name
+        store: SnapshotStore | None = None
+        if options.upload is not None:
+            with self._phase("store"):
+                store = SnapshotStore(options.upload)
+        publication = next_publication()  # of these weights: an update that begins meanwhile brings later ones
+        renaming = Renaming.of(options.rename, options.ignore)
+        state = self._described(named_tensors, options.partial, renaming)
+        files = SnapshotFiles.of(state.layout, options.dtype, options.file_bytes)
+        target: SnapshotFolder | None = None
+        base: Entry | None = None
+        try:
+            with self._phase("reserve", tuple[str, str]) as reserved:
+                if self._rank == 0:
+                    target = SnapshotFolder(folder, options.name, self._timeout_s)
+                    base = target.base() if options.delta else None
+                    files.reserve(target.partial)
+                    reserved.own = target.partial.name, base.name if base is not None else ""
+            name, before = reserved.of_all[0]
+            partial = folder / name
+            with self._phase("write"):
+                written = write_boxes(state, files, partial, self._rank)
+            with self._phase("read back", dict[str, SnapshotFile]) as read_back:
+                mine = files.files[self._rank :: len(self._global_ranks)]
+                read_back.own = {
+                    file.name: files.described(file, partial, folder / before if before else None) for file in mine
+                }
+            weights = {name: file for told in read_back.of_all for name, file in told.items()}
+            with self._phase("publish"):
+                if target is not None:
+                    files.write_index(target.partial)
+                    publication = target.publish(weights, base, options.copy_from, options.keep, publication)
+        finally:
+            if target is not None:
+                target.close()
+        if store is not None:
+            self._upload(store, folder / options.name, Entry(options.name, publication), weights, options.keep)
+        deltas = [file.delta_bytes for file in weights.values()]
+        return SnapshotReport(
+            str(folder / options.name),
+            len(state.layout.tensors),
+            files.nbytes,
+            written,
+            time.perf_counter() - began,
+            None if None in deltas else sum(n for n in deltas if n is not None),
+        )
+
+    def _upload(
+        self, store: SnapshotStore, written: Path, entry: Entry, weights: Mapping[str, SnapshotFile], keep: int | None
+    ) -> None:
+        """Copies a snapshot to a store; each rank copies its part of the files."""
+        with ExitStack() as turn:
+            with self._phase("turn"):
+                if self._rank == 0:
+                    turn.enter_context(store.turn(entry.name, self._timeout_s))
+            with self._phase("upload"):
+                mine = sorted(weights)[self._rank :: len(self._global_ranks)]
+                deltas = [name + DELTA for name in mine if weights[name].delta_bytes is not None]
+                others = [p.name for p in written.iterdir() if p.name.removesuffix(DELTA) not in weights]
+                store.put(written, entry.name, [*mine, *deltas, *(others if self._rank == 0 else ())])
+            with self._phase("announce"):
+                if self._rank == 0:
+                    store.publish(entry, keep)
+
+    def _described(
+        self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, partial: bool, rename: Renaming | None
+    ) -> TrainerState:
+        """Returns this rank's shards in the layout of all ranks."""
+        with self._phase("describe", str) as told:
+            state = named_tensors
+            if not isinstance(state, TrainerState):
+                rank, ranks = self._rank, self._global_ranks
+                state = describe(state, trainer_rank=rank, global_ranks=ranks, partial=partial, rename=rename)
+            told.own = self._session.put(state.layout)
+        if partial:
+            return state.within(Stages.of(self._session, told.of_all).layout)
+        if differing := [rank for rank, layout in enumerate(told.of_all) if layout != told.own]:
+            raise Mismatch(
+                f"trainer rank {self._rank}: trainer ranks {differing} pass different tensors or shardings; pass the "
+                "same on all trainer ranks"
+            )
+        return state
+
+    def _phase(self, name: str, kind: Any = None) -> Gathering[Any]:
+        """Returns a block that a rank may fail in: all ranks raise then, at its end.
+
+        kind  the type of the ranks' messages at its end
+        """
+        size, timeout_s = len(self._global_ranks), self._timeout_s
+
+        def explain(missing: list[int]) -> str:
+            return (
+                f"trainer ranks {missing} did not reach the end of phase '{name}' of snapshot {self._name!r} within "
+                f"{timeout_s:.0f} s. Every trainer rank must write it; look at the logs of these ranks"
+            )
+
+        def exchange(own: bytes) -> list[bytes]:
+            all_gather = self._session.client.all_gather
+            # Ranks may write several snapshots at once, in the background, and not in the same order.
+            return all_gather(f"snapshot/{self._name}/{name}", self._rank, size, own, timeout_s, explain=explain)
+
+        return Gathering(self._rank, kind, exchange)

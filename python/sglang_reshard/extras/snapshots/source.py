@@ -6,6 +6,7 @@ with served(source, asked, staged=False) as request:    # a session that this pr
 
 from __future__ import annotations
 
+import functools
 import glob
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,15 @@ import numpy as np
 
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.snapshots.folders import LocalFolder, manifest
-from sglang_reshard.extras.snapshots.manifest import SUM_DIGITS, Entry
-from sglang_reshard.extras.snapshots.tensor_files import SAFETENSORS, check_kinds, check_size, note_tensors, read_table
+from sglang_reshard.extras.snapshots.manifest import (
+    SAFETENSORS,
+    SUM_DIGITS,
+    Entry,
+    check_kinds,
+    check_size,
+    note_tensors,
+    read_table,
+)
 from sglang_reshard.layout.names import ignored_remark, matches_any
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, LoadSnapshotReq
@@ -58,9 +66,7 @@ def open_snapshot(path: Path, entry: Entry, ignore: Sequence[str] = ()) -> Snaps
     folder, name = LocalFolder(path.parent), path.name
     snapshot = manifest(folder, name, entry)
 
-    def where(file: str) -> str:
-        return folder.where(name, file)
-
+    where = functools.partial(folder.where, name)
     check_kinds(snapshot, where)
     files: list[DiskFile] = []
     tensors: list[SourceTensor] = []

@@ -90,7 +90,6 @@ class SnapshotStore:
             time.sleep(_POLL_S * (0.5 + random.random()))
 
     def _claims(self) -> dict[str, bytes]:
-        """Returns the content of each claim."""
         self._files.invalidate_cache()
         found = {}
         for path in self._files.ls(self._root, detail=False):
@@ -145,15 +144,11 @@ class SnapshotStore:
 
 
 def _renew(files: Any, claim: str, ended: threading.Event) -> None:
+    """Changes a claim again and again, unless others have deleted it."""
     while not ended.wait(_RENEW_S):
-        _renew_once(files, claim)
-
-
-def _renew_once(files: Any, claim: str) -> None:
-    """Changes a claim, unless others have deleted it."""
-    try:
-        files.invalidate_cache()
-        if files.exists(claim):
-            files.pipe_file(claim, secrets.token_bytes(8))
-    except Exception as error:  # of any kind, by the store
-        logger.warning("%s cannot be renewed: %s", claim, error)
+        try:
+            files.invalidate_cache()
+            if files.exists(claim):
+                files.pipe_file(claim, secrets.token_bytes(8))
+        except Exception as error:  # noqa: PERF203 (of any kind, by the store)
+            logger.warning("%s cannot be renewed: %s", claim, error)

@@ -14,8 +14,15 @@ import torch
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.extras.snapshots.delta_file import write_delta
-from sglang_reshard.extras.snapshots.manifest import DELTA, SUM_DIGITS, SnapshotFile, sha256_of
-from sglang_reshard.extras.snapshots.tensor_files import INDEX, METADATA, MOST_TENSORS
+from sglang_reshard.extras.snapshots.manifest import (
+    DELTA,
+    INDEX,
+    METADATA,
+    MOST_TENSORS,
+    SUM_DIGITS,
+    SnapshotFile,
+    sha256_of,
+)
 from sglang_reshard.extras.snapshots.writer_folder import to_disk
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
 from sglang_reshard.landings.checked.regions import Selection

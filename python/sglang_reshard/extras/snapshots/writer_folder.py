@@ -25,9 +25,11 @@ from sglang_reshard.errors import DeadlineExceeded, Mismatch
 from sglang_reshard.extras.snapshots.folders import LocalFolder, entry_of, listed, listed_or_found, manifest
 from sglang_reshard.extras.snapshots.manifest import (
     DELTA,
+    INDEX,
     LATEST,
     LIST,
     MANIFEST,
+    WEIGHTS,
     Entry,
     Snapshot,
     SnapshotFile,
@@ -38,7 +40,6 @@ from sglang_reshard.extras.snapshots.manifest import (
     sha256_of,
     write_atomically,
 )
-from sglang_reshard.extras.snapshots.tensor_files import INDEX, WEIGHTS
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.publication import MOST_PUBLICATION, next_publication
 from sglang_reshard.regular_files import FOLDER_FLAGS, is_folder, lock
@@ -69,7 +70,7 @@ class SnapshotFolder:
         with self._locked() as is_locked:
             for left in folder.glob(f".{LIST}.*partial") if is_locked else ():  # of a writer that died
                 left.unlink()
-            self._settled()
+            self._settle(self._found())
             self._check_free()
             if (written := self._delete_partials(name)) is not None:
                 raise Mismatch(
@@ -121,7 +122,7 @@ class SnapshotFolder:
         for path in self.partial.iterdir():
             to_disk(path)
         with self._locked():
-            before = self._settled()
+            before = self._settle(self._found())
             self._check_free()
             last = before.publications[-1] if before.publications else 0
             if last >= MOST_PUBLICATION:
@@ -141,11 +142,12 @@ class SnapshotFolder:
                 to_disk(self._folder)
                 self._write(after)
             except BaseException:
-                if not self._is_listed(entry):
+                found = listed(self._reader)  # Mismatch: then nothing is taken back, and the list is right either way
+                if found is None or entry not in found.entries():
                     with self._later(f"the next snapshot will delete {self.final}"):
                         if os.path.lexists(self.final) and not os.path.lexists(self.partial):
                             os.rename(self.final, self.partial)
-                        self._settled()
+                        self._settle(self._found())
                     raise
                 logger.warning(
                     "snapshot %s is published, but syncing it to disk failed; it may not survive a crash of the host",
@@ -153,7 +155,10 @@ class SnapshotFolder:
                     exc_info=True,
                 )
             with self._later(f"{LATEST} is not updated until the next snapshot"):
-                self._link()
+                link = self._folder / f".{LATEST}"
+                link.unlink(missing_ok=True)
+                link.symlink_to(self._name)
+                os.replace(link, self._folder / LATEST)
             with self._later(f"{LIST} is not updated until the next snapshot"):
                 self._settle(after)
         return entry.publication
@@ -186,13 +191,8 @@ class SnapshotFolder:
         present = [entry for entry in found.entries() if is_folder(self._folder / entry.name)]
         return SnapshotList.of(present, found.unsettled)
 
-    def _settled(self) -> SnapshotList:
-        """Returns the list, after deleting unsettled folders of others where possible."""
-        found = self._found()
-        return self._settle(found) if found.unsettled else found
-
     def _settle(self, found: SnapshotList) -> SnapshotList:
-        """Deletes what is unsettled. Returns the list without."""
+        """Deletes unsettled folders of others where possible. Returns the list without them."""
         settled = SnapshotList.of(found.entries(), [name for name in found.unsettled if not self._delete(name)])
         if settled != found:
             self._write(settled)
@@ -232,11 +232,6 @@ class SnapshotFolder:
                 _unlock(descriptor)
         return None
 
-    def _is_listed(self, entry: Entry) -> bool:
-        """Raises Mismatch if the list cannot be read: then nothing is taken back, and the list is right either way."""
-        found = listed(self._reader)
-        return found is not None and entry in found.entries()
-
     def _rename(self) -> None:
         try:
             os.rename(self.partial, self.final)
@@ -247,12 +242,6 @@ class SnapshotFolder:
     def _write(self, found: SnapshotList) -> None:
         write_atomically(self._folder / LIST, encode(found))
         to_disk(self._folder)
-
-    def _link(self) -> None:
-        link = self._folder / f".{LATEST}"
-        link.unlink(missing_ok=True)
-        link.symlink_to(self._name)
-        os.replace(link, self._folder / LATEST)
 
     @contextlib.contextmanager
     def _later(self, consequence: str) -> Iterator[None]:
