@@ -291,6 +291,7 @@ RUN_BY = {
     r"make test-serving": "test/engine/live/test_many_ranks_server.py",
     r"make bench-deltas": "test/unit/test_delta_updates.py",
     r"make (test|bench)-async": "test/unit/test_update_async.py",
+    r"torchrun --nproc-per-node N -m pytest test/multi_gpu": "test/engine/test_multi_gpu_rehearsal.py",
     r"make test-gpu-rules": "test/gpu_rules/test_the_harness.py",
     r"make test-all": "test/engine/architectures/test_architectures.py",
     r"make test-faults": "test/faults/test_storm.py",

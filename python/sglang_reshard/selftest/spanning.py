@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.util
 import os
 import secrets
 import socket
@@ -19,6 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -26,7 +28,7 @@ from rich.console import Console
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.selftest import engines, models
-from sglang_reshard.selftest.choice import Wanted
+from sglang_reshard.selftest.choice import ROUTES, Wanted
 from sglang_reshard.selftest.environment import environment
 from sglang_reshard.selftest.events import EventReader, Row
 from sglang_reshard.selftest.host import Host
@@ -89,7 +91,10 @@ def selftest(wanted: Wanted, minutes: float) -> int:
     if rank != 0:
         return 0
     link = Row(run.name, "limit: a plain transfer of torch between the hosts", None, "", _LINK_BYTES, link_s)
-    return conclude(Host.here(), [link, *rows], time.monotonic() - begin)
+    moved = [
+        msgspec.structs.replace(row, limit=link_s * row.nbytes / _LINK_BYTES) if row.route else row for row in rows
+    ]
+    return conclude(Host.here(), [link, *moved], time.monotonic() - begin)
 
 
 def _run(wanted: Wanted, trainers: int, engine_gpus: int, on_gpus: bool) -> Run:
@@ -98,11 +103,12 @@ def _run(wanted: Wanted, trainers: int, engine_gpus: int, on_gpus: bool) -> Run:
         raise Unsupported(
             f"--source {source} has {source.ranks} ranks, and {trainers} ranks are on the trainer's hosts"
         )
+    # Broadcasts read on one host only, and "auto" is p2p between hosts.
+    between = ("auto", "nixl") if importlib.util.find_spec("nixl") else ("auto",)
+    routes = between if wanted.routes == ROUTES else wanted.routes
     model = wanted.model or ("qwen3-8b" if on_gpus else models.TINY)
     gpus = tuple(range(target.ranks)) if on_gpus else ()
-    return Run(
-        f"between hosts: {source} -> {target}", source, target, model, "bfloat16", (), gpus, PARTS, wanted.routes
-    )
+    return Run(f"between hosts: {source} -> {target}", source, target, model, "bfloat16", (), gpus, PARTS, routes)
 
 
 def _link(rank: int, peer: int, on_gpus: bool) -> float:
