@@ -59,9 +59,14 @@ def check_buffers(
             unwritten.setdefault(storage.name, (name, buffer))
     if not unwritten or getattr(model, "keeps_unsent", False):
         return []
-    loaded = _loaded(storages, written, unwritten, stock, parameters)
+    if stock.writes is None:
+        tensors = {storage_name: buffer for storage_name, (_, buffer) in unwritten.items()}
+        loaded = {name: [source] for name, source in stock.takes(tensors).items()}
+    else:
+        others = {s.name for key, s in storages.items() if key not in parameters and s not in written}
+        loaded = {name: source_names(records) for name, records in stock.writes.items() if name in others}
     kept: list[str] = []
-    for storage_name, sources in loaded.items():
+    for storage_name, sources in ((name, names) for name, names in loaded.items() if names):
         name = unwritten[storage_name][0] if storage_name in unwritten else storage_name
         if may_stay(name) or stock.tensors_may_stay(sources):
             kept.append(name)
@@ -78,22 +83,6 @@ def check_buffers(
                 f"has overwritten it with random values. {_RESTART}"
             )
     return kept
-
-
-def _loaded(
-    storages: Mapping[int, LiveStorage],
-    written: Collection[LiveStorage],
-    unwritten: Mapping[str, tuple[str, torch.Tensor]],
-    stock: StockLoad,
-    parameters: Collection[int],
-) -> dict[str, list[str]]:
-    """Returns live storage -> what would be loaded to it, for those that an update does not write."""
-    if (writes := stock.writes) is None:
-        tensors = {storage_name: buffer for storage_name, (_, buffer) in unwritten.items()}
-        return {name: [source] for name, source in stock.takes(tensors).items()}
-    others = {s.name for key, s in storages.items() if key not in parameters and s not in written}
-    sources = {name: source_names(records) for name, records in writes.items() if name in others}
-    return {name: names for name, names in sources.items() if names}
 
 
 def restoring_steps(model: torch.nn.Module, left: Sequence[LeftAlone], stock: StockLoad) -> list[Step]:
