@@ -173,9 +173,9 @@ test-newest: setup
 	$(BIN)/python -m pytest test/engine/test_hooks.py test/engine/live/test_newest.py \
 	  test/engine/live/test_newest_server.py $(PYTEST_ARGS)
 
-# SOURCE_TP=2 TARGET_TP=4 DTYPE=float32 make demo, and so on; `.venv/bin/sglang-reshard demo --help` lists them.
+# DEMO_ARGS="--source fsdp=2 --target tp=4" for other layouts; `.venv/bin/sglang-reshard selftest --help` lists them.
 demo: $(STAMP)
-	@$(BIN)/sglang-reshard demo
+	@$(BIN)/sglang-reshard selftest $(DEMO_ARGS)
 
 # PYTEST_ARGS="test/unit -k plan" for a part. Two files at a time, as processes of a test wait for each other and for
 # deadlines half of the time; a third one would cost tests of live servers their deadlines.
@@ -334,12 +334,6 @@ test-gpu:
 GPU_VERSION ?= 3.12
 gpu-bundle: setup
 	$(BIN)/python -m benchmark.gpu.bundle --python $(GPU_VERSION)
-
-# A SGLang engine that shares one GPU with its trainer ranks; see docs/results/one-gpu.md.
-.PHONY: bench-one-gpu
-bench-one-gpu: setup
-	$(BIN)/python -m benchmark.one_gpu
-	$(BIN)/python -m benchmark.pages one-gpu
 
 lint: setup
 	$(BIN)/ruff check .

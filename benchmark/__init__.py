@@ -11,5 +11,5 @@ pages      into README.md, docs/results   plots      as pictures
 scaling    against tensors, bytes, ranks
 
 Independent of these: benchmarks of one question each, most of them with processes that stand in for engine ranks
-(`world`, `matrices`), and `demo`. `pages` writes the results of all of them into docs/results, by `templates`.
+(`world`, `matrices`). `pages` writes the results of all of them into docs/results, by `templates`.
 """

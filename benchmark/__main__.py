@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmark import block_fp8, guard, launcher, pages, plots, results, scaling
 from benchmark.cases import CASES, QUICK_CASES, QUICK_EFFORT, Effort
-from benchmark.demo import children
+from sglang_reshard.selftest import children
 
 
 def main() -> int:

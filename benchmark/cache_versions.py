@@ -141,8 +141,8 @@ def run(ways: Sequence[str], seconds: float, every_s: float) -> Rows:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import Qwen3ForCausalLM
 
-    from benchmark.demo import tiny_model
     from sglang_reshard import VerlEngine
+    from sglang_reshard.selftest import tiny_model
     from sglang_reshard.testing import cpu_host
 
     with tempfile.TemporaryDirectory() as folder:

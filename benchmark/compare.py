@@ -1,7 +1,7 @@
 """Compares the outcomes in two results files: `python -m benchmark.compare OLD NEW`.
 
-Reads files as `make test-faults`, `make test-all` (architectures.json) and `make demo` write them. What was measured,
-such as seconds, the host, and the words of explanations are left out. Prints a line for each difference, and exits
+Reads files as `make test-faults` and `make test-all` (architectures.json) write them. What was measured, such as
+seconds, the host, and the words of explanations are left out. Prints a line for each difference, and exits
 with 1 if there is one.
 
     git show v0.1:benchmark/results/faults.json > build/faults.json
@@ -21,7 +21,7 @@ import typer
 
 # Differ from run to run, are prose, or are no longer recorded (scalars: false in every row).
 _LEFT_OUT = {
-    "seconds", "detect_s", "peak_extra_bytes", "smallest_logit_lead", "transport_reason", "why", "scalars", "host",
+    "seconds", "detect_s", "peak_extra_bytes", "transport_reason", "why", "scalars", "host",
 }  # fmt: skip
 _RANDOM = "random faults"
 
@@ -29,17 +29,15 @@ Outcomes = Mapping[str, Any]
 
 
 def outcomes(found: Any) -> Outcomes:
-    """Maps a row's name to its outcome, for the content of any of the three files.
+    """Maps a row's name to its outcome, for the content of either file.
 
     Rows of random faults, which have a `group`, are one row: the set of their outcomes.
     """
     if isinstance(found, list):
         return _faults(found)
     if "architectures" in found:
-        return _flat(found["architectures"], depth=3)
-    if "updates" in found:
-        return _flat(found)
-    raise ValueError("neither the results of faults nor of architectures nor of the demo")
+        return _flat(found["architectures"], 3)
+    raise ValueError("neither the results of faults nor of architectures")
 
 
 def differences(old: Outcomes, new: Outcomes) -> Iterator[str]:
@@ -73,7 +71,7 @@ def _faults(found: list[dict[str, Any]]) -> Outcomes:
     return several | ({_RANDOM: random} if random else {})
 
 
-def _flat(value: Any, prefix: str = "", depth: int = -1) -> dict[str, Any]:
+def _flat(value: Any, depth: int, prefix: str = "") -> dict[str, Any]:
     """A row for each leaf of nested dictionaries and lists, down to some depth, named by the keys that lead there."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     if depth == 0 or not items:
@@ -81,7 +79,7 @@ def _flat(value: Any, prefix: str = "", depth: int = -1) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for key, inner in items:
         if key not in _LEFT_OUT:
-            rows |= _flat(inner, f"{prefix}, {key}" if prefix else str(key), depth - 1)
+            rows |= _flat(inner, depth - 1, f"{prefix}, {key}" if prefix else str(key))
     return rows
 
 

@@ -1,44 +1,15 @@
-"""The environment of a benchmark's processes: quiet, offline, and with no more of SGLang's models than it needs."""
+"""The environment of a benchmark's processes, which import `benchmark` and `tools` from the checkout."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import pkgutil
 from pathlib import Path
 
 from benchmark.results import REPOSITORY
-from sglang_reshard.testing import cpu_host
-
-# SGLang's switch: modules of models to skip. Every scheduler imports all of them, which is a third of its start: with
-# sixteen on two cores, minutes.
-_SKIPPED = "SGLANG_DISABLED_MODEL_ARCHS"
+from sglang_reshard.selftest import environment as quiet
 
 
 def environment(folder: Path, engine_tp: int, device: str, *model_types: str) -> dict[str, str]:
-    """For processes that leave their temporary files in `folder`, and import only the models of `model_types`."""
-    temporary = folder / "tmp"  # torchrun, torch and wandb leave folders behind there
-    temporary.mkdir()
-    common = {
-        **os.environ,
-        "TMPDIR": str(temporary),
-        # Nothing here is on a hub, and asking one takes its time where there is no network.
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        _SKIPPED: ",".join(_modules_but(*model_types)),
-    }
-    if device == "cpu":  # as on a host without any GPU, if it has fewer than ranks
-        common |= {"CUDA_VISIBLE_DEVICES": "", **cpu_host.environment(engine_tp)}
-    # They import `benchmark` and `tools` from the checkout, wherever they are started.
-    path = [str(REPOSITORY), *filter(None, [common.get("PYTHONPATH")])]
-    return common | {"PYTHONPATH": os.pathsep.join(path)}
-
-
-def _modules_but(*needed: str) -> list[str]:
-    """Returns the modules of `sglang.srt.models` but those; a skipped one is still importable by the needed."""
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or spec.origin is None:
-        return []
-    folder = Path(spec.origin).parent / "srt" / "models"
-    return [m.name for m in pkgutil.iter_modules([str(folder)]) if not m.ispkg and m.name not in needed]
+    """As `selftest.environment` has it, for processes that are started anywhere."""
+    common = quiet.environment(folder, engine_tp, device, *model_types)
+    return common | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [common.get("PYTHONPATH")])])}

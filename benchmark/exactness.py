@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from benchmark import gather
 from benchmark.weights import FINAL_VERSION, Weights
-from tools.oracle.digests import Digests, read_live_digests
+from sglang_reshard.selftest.digests import Digests, read_live_digests
 
 
 def bit_exact(before: Digests, after: Digests, reference: Digests) -> bool:

@@ -15,13 +15,14 @@ from rich.console import Console
 
 from benchmark import rows
 from benchmark.cases import PATHS, STOCK, Case, Effort
-from benchmark.demo import children, memory
 from benchmark.environment import environment
 from benchmark.interlude import Interludes
 from benchmark.results import Rows
 from benchmark.trainer import Job, Seen
 from sglang_reshard.errors import ReshardError
-from tools.oracle.digests import differing
+from sglang_reshard.selftest import children
+from sglang_reshard.selftest.digests import differing
+from sglang_reshard.selftest.host import available_bytes
 
 _DEADLINE_S = 3600.0
 
@@ -38,7 +39,7 @@ def run(cases: Sequence[Case], effort: Effort, console: Console) -> Found:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = Found()
     for case in (c.on(torch.cuda.device_count()) for c in cases):
-        if (available := memory.available_bytes()) < case.needed_bytes:
+        if (available := available_bytes()) < case.needed_bytes:
             gib = f"about {case.needed_bytes / 2**30:.0f} GiB of memory, {available / 2**30:.0f} GiB are available"
             found.notes.append(f"{case.name}: skipped, it needs {gib}")
             continue

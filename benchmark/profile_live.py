@@ -19,7 +19,7 @@ from benchmark import launcher, paths, trainer
 from benchmark.cases import QUICK_CASES, Effort
 from benchmark.results import Rows
 from benchmark.weights import Weights
-from tools.oracle.digests import read_live_digests, write_json
+from sglang_reshard.selftest.digests import read_live_digests, write_json
 
 if TYPE_CHECKING:
     from benchmark.profile import Updates, Watch

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from benchmark.commit import commit
-from benchmark.demo import host
+from sglang_reshard.selftest import host
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent / "results"

@@ -57,7 +57,7 @@ def _model(folder: Path) -> dict[str, torch.Tensor]:
     """Writes a model's configuration; returns its tensors, in bfloat16."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from benchmark.demo import tiny_model
+    from sglang_reshard.selftest import tiny_model
 
     tiny_model.save(folder, 2, 2)  # a tokenizer
     config = Qwen3Config(

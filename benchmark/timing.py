@@ -17,7 +17,7 @@ from benchmark.paths import UpdatePath
 from benchmark.weights import Weights, version_of
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.observability.report import UpdateReport
-from tools.oracle.digests import Digests
+from sglang_reshard.selftest.digests import Digests
 
 T = TypeVar("T")
 

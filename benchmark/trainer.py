@@ -20,8 +20,8 @@ from benchmark.interlude import ask_for_copies
 from benchmark.weights import Weights
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.patches.launch import without_torchrun_variables
+from sglang_reshard.selftest.digests import LOADER, Digests
 from sglang_reshard.testing import cpu_host
-from tools.oracle.digests import LOADER, Digests
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from benchmark.demo import verl_run
+from sglang_reshard.selftest import verl_run
 from sglang_reshard.testing.cpu_host import verl_settings
 
 RANKS, TP_SIZE, STEPS = 2, 2, 2

@@ -23,8 +23,7 @@ from sglang_reshard.patches import (
     engine_start,
     model_runner,
     sglang_versions,
-    stock_weights,
-    torn_weights,
+    sound_weights,
     weights_info,
 )
 from sglang_reshard.patches.schedulers import asked, is_answered, silence
@@ -96,23 +95,23 @@ def _lacking(runner: Any) -> str:
 async def update_from_disk(
     stock: Callable[..., Awaitable[_Outcome]], manager: TokenizerManager, obj: Any, *args: Any, **kwargs: Any
 ) -> _Outcome:
-    unsound = torn_weights.reason(manager) or stock_weights.missing(manager)
+    unsound = sound_weights.torn(manager) or sound_weights.missing(manager)
     success, message, paused = await stock(manager, obj, *args, **kwargs)
     request = StockLoadReq(complete=success and (bool(unsound) or obj.weight_version is not None))
     answer = asked(manager, request, "loaded")
     if not await is_answered(answer, request):
-        torn_weights.mark(manager, f"after a load from disk {silence(request)}")
+        sound_weights.mark(manager, f"after a load from disk {silence(request)}")
         return False, silence(request), paused
     replicas = [reply.open() for reply in answer.result()]
     why = next((replica.message for replica in replicas if replica.message), "")
     if all(replica.success for replica in replicas):
-        torn_weights.heal(manager)
-        stock_weights.loaded(manager)
+        sound_weights.heal(manager)
+        sound_weights.loaded(manager)
         if request.complete:
             weights_info.of(manager).whole_load = True
         return success, message, paused
     if any(replica.torn for replica in replicas) or len({replica.success for replica in replicas}) > 1:
-        torn_weights.mark(manager, f"a load from disk failed while weights were being written: {why or message}")
+        sound_weights.mark(manager, f"a load from disk failed while weights were being written: {why or message}")
         return False, f"{message} The weights are torn: {why}", paused
     if success and unsound:
         logger.error("The load from disk does not end this: %s. %s", unsound, why)

@@ -2,17 +2,20 @@
 
 A draft may be a layer of the target's checkpoint (MTP, NEXTN), or a model with a separate checkpoint (EAGLE,
 STANDALONE). SGLang replaces the embedding and the head of most by the target's tensors, so those follow it anyway.
+Draft workers copy other weights when they start, to tensors outside of the models. An update writes these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from sglang_reshard.patches import sglang_versions
-from sglang_reshard.patches.draft_copies import FusedKeysAndValues, HotTokens, forget_shared, not_renewed
+from sglang_reshard.trace import built_modules
+from sglang_reshard.trace.live import storage_key
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -110,3 +113,116 @@ def _of_layer(weights: _Weights, layer: int | None) -> _Weights:
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     return DefaultModelLoader._filter_mtp_weights(weights, "", layer)
+
+
+def not_renewed(worker: Any, models: Iterable[torch.nn.Module], server_args: Any) -> str:
+    """Returns why an update would leave copies of old weights in a draft worker or its models; empty if it would not.
+
+    They are workers of DFLASH and DSPARK, from 0.5.23 or so.
+    """
+    if getattr(worker, "_full_embed_gpu", None) is not None:
+        return (
+            "the DFLASH draft worker has gathered the target's embedding for data parallel attention, and an update "
+            "does not gather it again; pass draft=False to accept worse drafts, or start without enable_dp_attention"
+        )
+    folder = getattr(server_args, "speculative_draft_model_path", None)
+    merges = hasattr(worker, "_maybe_merge_trained_mask_embedding")
+    if merges and folder and (Path(folder) / "mask_embedding.pt").exists():
+        return (
+            f"SGLang has written {folder}/mask_embedding.pt to a row of the target's embedding, and an update would "
+            "overwrite the row; write it to the embedding that you send, and pass draft=False"
+        )
+    if any(getattr(model, "lilicorr", None) is not None for model in models):
+        return (
+            "the draft's LiLiCorr head merges weights when the engine starts, and an update does not merge them again; "
+            "pass draft=False to accept worse drafts"
+        )
+    if any(hasattr(model, "_fused_kv_write_cache") for model in models) and not server_args.disable_cuda_graph:
+        return (
+            "a DSPARK draft stacks the weights of its keys and values in its first forward pass, and CUDA graphs hold "
+            "their addresses; pass draft=False to accept worse drafts, or start with disable_cuda_graph=True"
+        )
+    return ""
+
+
+def forget_shared(target: torch.nn.Module, drafts: Iterable[torch.nn.Module]) -> None:
+    """Forgets how draft modules were built whose weights SGLang has replaced by parts of the target's weights."""
+    memory = {storage_key(parameter) for parameter in target.parameters()}
+    for draft in drafts:
+        for module, weight in _replaced(draft):
+            if storage_key(weight) in memory:
+                built_modules.forget(module)
+
+
+def _replaced(draft: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.Tensor]]:
+    """Yields the modules whose parameter `weight` SGLang has replaced by a tensor, and the tensor.
+
+    torch keeps such a tensor among the attributes.
+    """
+    for module in draft.modules():
+        if isinstance(weight := vars(module).get("weight"), torch.Tensor):
+            yield module, weight
+
+
+class HotTokens(torch.nn.Module):
+    """The copies that SGLang makes at the start for a draft that proposes only some tokens.
+
+    With `speculative_token_map` the draft's head is a copy of the rows of these tokens in the target's head. An EAGLE-3
+    draft loads the tokens from its checkpoint, and its draft worker keeps a copy of them on the GPU.
+    """
+
+    tokens: torch.Tensor
+    head: torch.Tensor | None
+
+    def __init__(self, target: Any, draft: torch.nn.Module, tokens: torch.Tensor) -> None:
+        super().__init__()
+        self._models = target, draft  # a tuple, so that they do not become children of this module
+        self.register_buffer("tokens", tokens, persistent=False)
+        self.register_buffer("head", None, persistent=False)
+        for module, weight in _replaced(draft):
+            if len(weight) == len(tokens):
+                built_modules.forget(module)
+                self.head = weight
+
+    @property
+    def exist(self) -> bool:
+        return self.head is not None or self._loaded is not None
+
+    @property
+    def _loaded(self) -> torch.Tensor | None:
+        """The tokens that the draft has loaded, if the worker's are a copy."""
+        loaded = getattr(self._models[1], "hot_token_id", None)
+        return loaded if isinstance(loaded, torch.Tensor) and loaded is not self.tokens else None
+
+    @torch.no_grad()
+    def post_load_weights(self) -> None:
+        target, _ = self._models
+        if (loaded := self._loaded) is not None:
+            self.tokens.copy_(loaded)
+        if self.head is not None:
+            _, head = target.get_embed_and_head()
+            torch.index_select(head.data, 0, self.tokens, out=self.head.data)
+
+
+class FusedKeysAndValues(torch.nn.Module):
+    """A DFLASH draft worker's copies of the weights of all layers' keys and values, which it keeps on GPUs."""
+
+    def __init__(self, fused: Any, draft: torch.nn.Module) -> None:
+        super().__init__()
+        self._of = fused, draft  # a tuple, so that they do not become children of this module
+        for name, tensor in vars(fused).items():
+            if isinstance(tensor, torch.Tensor) and not name.startswith("_"):  # else it is a workspace
+                self.register_buffer(name, tensor, persistent=False)
+
+    @torch.no_grad()
+    def post_load_weights(self) -> None:
+        fused, draft = self._of
+        new = type(fused)(
+            layers=draft.layers,
+            rotary_emb=fused.rotary_emb,
+            num_kv_heads=fused.num_kv_heads,
+            head_dim=fused.head_dim,
+            device=fused.device,
+        )
+        for name, tensor in self.named_buffers():  # in place: CUDA graphs have their addresses
+            tensor.copy_(getattr(new, name))

@@ -6,10 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from sglang_reshard.errors import EngineRefused, Unsupported
-from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.patches.launch import without_torchrun_variables
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, PauseMode
-from sglang_reshard.protocol.weights_info import WeightsInfo
+from sglang_reshard.protocol.messages import PauseMode
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -51,23 +49,9 @@ class EmbeddedEngine:
             raise
         return started
 
-    def update_weights_distributed(self, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
-        return self.engine.update_weights_distributed(request)
-
-    def weights_info(self) -> WeightsInfo:
-        return self.engine.weights_info()
-
-    def record_probe(self, summary: ProbeSummary) -> None:
-        self.engine.record_probe(summary)
-
-    def generate(self, **arguments: Any) -> Any:
-        return self.engine.generate(**arguments)
-
-    def release_memory_occupation(self, tags: list[str] | None = None) -> None:
-        self.engine.release_memory_occupation(tags)
-
-    def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
-        self.engine.resume_memory_occupation(tags)
+    def __getattr__(self, name: str) -> Any:
+        """Returns a method that SGLang's engine has, or that `patches.engine` gives it."""
+        return getattr(self.engine, name)
 
     def pause_generation(self, mode: PauseMode = "abort") -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput

@@ -18,7 +18,7 @@ import psutil
 from sglang_reshard.errors import EngineDied, Unsupported
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.observability.probe_report import ProbeSummary
-from sglang_reshard.patches import hook_check, metrics, weights_info
+from sglang_reshard.patches import hooks, metrics, weights_info
 from sglang_reshard.patches.embedded_engine_guard import EngineProcesses, death, unwatch
 from sglang_reshard.patches.shared_segments import is_engine_only, remove, segments_of, unregister
 from sglang_reshard.patches.supported_engine import unsupported_reason, warn_if_unsupported
@@ -114,4 +114,4 @@ def check_installed(engine: Engine) -> None:
         )
     if reason := unsupported_reason(engine.server_args):
         raise Unsupported(reason)
-    engine.loop.run_until_complete(hook_check.check(engine.tokenizer_manager, _ANSWER_S))
+    engine.loop.run_until_complete(hooks.check(engine.tokenizer_manager, _ANSWER_S))

@@ -1,11 +1,25 @@
 """Registers the hooks of this package in SGLang's own registry. See docs/hooks.md for the reason of each.
 
 A hook before a target gets its arguments, one after it the result, too, and one around it the target itself.
+
+Checks that they are applied, in this process and in the schedulers. SGLang only logs a plugin's failures: a hook whose
+target has been renamed is silently missing. And a process that loads no plugins ends with an error on the first message
+of an unknown type. So all processes are asked before the first update.
 """
 
 from __future__ import annotations
 
+import asyncio
 import pkgutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang_reshard.errors import DeadlineExceeded, Unsupported
+from sglang_reshard.patches.attached import attached
+from sglang_reshard.version import VERSION_KEY, __version__
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 
 def register() -> None:
@@ -18,7 +32,6 @@ def register() -> None:
         engine,
         engine_start,
         http_server,
-        memory_saver,
         metrics,
         model_runner,
         repacking,
@@ -26,6 +39,12 @@ def register() -> None:
         scheduler,
         weights_info,
     )
+
+    def created(_result: Any, manager: TokenizerManager, *_: Any, **__: Any) -> None:
+        metrics.initialize(manager)
+
+    def version_set(_result: Any, manager: TokenizerManager, *_: Any, **__: Any) -> None:
+        metrics.set_version(manager)
 
     manager = "managers.tokenizer_manager.TokenizerManager"
     mixin = "managers.tokenizer_control_mixin.TokenizerControlMixin"
@@ -39,7 +58,7 @@ def register() -> None:
         (f"{manager}._send_one_request", request_gate.refuse_registered),
         (f"{manager}._send_batch_request", request_gate.refuse_registered),
         ("managers.schedule_batch.Req.init_next_round_input", cache_versions.mark),
-        (f"{memory_saver_adapter}.pause", memory_saver.before_pause),
+        (f"{memory_saver_adapter}.pause", model_runner.before_pause),
     )
     after = (
         ("model_loader.loader._initialize_model", repacking.remember),
@@ -48,7 +67,7 @@ def register() -> None:
         ("managers.scheduler.Scheduler.get_internal_state", scheduler.report_version),
         # By then SGLang has set up its own metrics. A hook on the server's module would import it, and FastAPI with it,
         # in every scheduler; a process that may be a server has a tokenizer manager.
-        (f"{mixin}.init_communicators", lambda _result, manager, *_, **__: metrics.initialize(manager)),
+        (f"{mixin}.init_communicators", created),
         (f"{mixin}.init_communicators", http_server.extend),
     )
     around = (
@@ -59,7 +78,7 @@ def register() -> None:
     )
     if_there = (  # not all versions of SGLang have all of them
         # SGLang's own updates set the version, too.
-        (HookType.AFTER, mixin, "_update_weight_version_if_provided", metrics.version_changed),
+        (HookType.AFTER, mixin, "_update_weight_version_if_provided", version_set),
         # The methods by which SGLang itself changes weights.
         (HookType.AROUND, manager, "update_weights_from_disk", weights_info.around_load),
         (HookType.AROUND, manager, "update_weights_from_distributed", weights_info.around_update),
@@ -74,3 +93,68 @@ def register() -> None:
     for kind, owner, method, hook in if_there:
         if hasattr(pkgutil.resolve_name(f"sglang.srt.{owner}"), method):
             HookRegistry.register(f"sglang.srt.{owner}.{method}", hook, kind)
+
+
+@dataclass
+class Checked:
+    """Notes that all schedulers of a tokenizer manager have these patches."""
+
+    schedulers: bool = False
+
+
+def missing_hooks() -> list[str]:
+    """Returns the targets in SGLang whose hooks of this package are registered but not applied in this process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return sorted(
+        target
+        for target, found in HookRegistry._hooks.items()
+        if target not in HookRegistry._patched
+        and any(hook.__module__.startswith(f"{__package__}.") for _, hook, *_ in found)
+    )
+
+
+def installed_version() -> str:
+    """Returns this package's version, and the hooks that are missing in this process, if any."""
+    missing = missing_hooks()
+    return f"{__version__} without {', '.join(missing)}" if missing else __version__
+
+
+def mismatch(states: list[dict[str, Any]]) -> str:
+    """Returns which processes lack these patches; empty if none does.
+
+    states  `get_internal_state` of every scheduler that answers
+    """
+    found = {
+        "the tokenizer manager": installed_version(),
+        **{f"scheduler {n}": state.get(VERSION_KEY) for n, state in enumerate(states)},
+    }
+    if wrong := {process: version for process, version in found.items() if version != __version__}:
+        names: dict[Any, str] = {None: "no sglang-reshard"}
+        return (
+            "; ".join(f"{process} has {names.get(v, f'sglang-reshard {v}')}" for process, v in wrong.items())
+            + f", where {__version__} is needed: install the same version on every node of the engine, and search its "
+            "log for 'Failed to load plugin' and 'Failed to apply hooks'"
+        )
+    return ""
+
+
+async def check(manager: TokenizerManager, timeout_s: float) -> None:
+    """Raises Unsupported unless all of the engine's processes have these patches. Asks again until they do.
+
+    Raises DeadlineExceeded if the schedulers do not answer.
+    """
+    checked = attached(manager, Checked)
+    if checked.schedulers:
+        return
+    # Not cancelled: a late answer belongs to this request, and SGLang would take it for the next one's.
+    answer = asyncio.ensure_future(manager.get_internal_state())
+    done, _ = await asyncio.wait([answer], timeout=timeout_s)
+    if not done:
+        raise DeadlineExceeded(
+            f"the engine's schedulers did not report their version of sglang-reshard within {timeout_s:.0f} s; look at "
+            "the engine's log"
+        )
+    if reason := mismatch(answer.result()):
+        raise Unsupported(reason)
+    checked.schedulers = True

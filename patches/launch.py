@@ -64,7 +64,7 @@ def require_main_guard() -> None:
         return  # python -c, a notebook: a child imports nothing again
     for statement in tree.body:
         if statement.lineno <= frame.f_lineno <= (statement.end_lineno or statement.lineno):
-            if not _is_main_guard(statement):
+            if not (isinstance(statement, ast.If) and "__main__" in ast.dump(statement.test)):
                 raise ReshardError(f"{path}, line {frame.f_lineno}: {_MESSAGE}")
             return
 
@@ -83,11 +83,3 @@ def _main_module_frame() -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
-
-
-def _is_main_guard(statement: ast.stmt) -> bool:
-    if not isinstance(statement, ast.If):
-        return False
-    names = {node.id for node in ast.walk(statement.test) if isinstance(node, ast.Name)}
-    texts = {node.value for node in ast.walk(statement.test) if isinstance(node, ast.Constant)}
-    return "__name__" in names and "__main__" in texts

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.patches import torn_weights, weights_info
+from sglang_reshard.patches import sound_weights, weights_info
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, LoraAdapter
 from sglang_reshard.shown_names import some_names
 
@@ -75,7 +75,7 @@ def unload(manager: TokenizerManager, adapter: LoraAdapter, reason: str) -> None
     manager.lora_registry._registry.pop(adapter.name, None)
     manager.lora_ref_cache.pop(adapter.name, None)
     if manager.is_pause:  # no other request can be half done
-        torn_weights.abort_all(manager)
+        sound_weights.abort_all(manager)
 
 
 def reference(adapter: LoraAdapter) -> LoRARef:

@@ -119,11 +119,6 @@ def initialize(manager: TokenizerManager) -> None:
     set_version(manager)
 
 
-def version_changed(_result: None, manager: TokenizerManager, *_: Any, **__: Any) -> None:
-    """Runs after SGLang has set its weight_version."""
-    set_version(manager)
-
-
 def set_torn(manager: TokenizerManager, torn: bool) -> None:
     if _enabled(manager):
         _collectors()[TORN.name].set(1 if torn else 0)

@@ -1,4 +1,9 @@
-"""sglang.srt.model_executor.model_runner: executes an update on the live parameters."""
+"""sglang.srt.model_executor.model_runner: executes an update on the live parameters.
+
+Drops what holds pages of the weights before the memory saver releases them: it maps other pages at the same addresses
+when it resumes. Memory that is registered with NIXL then, or read by an update, would be the old pages: weights would
+arrive where nobody looks. Addresses do not tell.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,10 @@ import torch
 
 from sglang_reshard.derived import remember_loaded
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.patches import engine_start, expert_location, repacking, sglang_versions
+from sglang_reshard.observability.logs import get_logger
+from sglang_reshard.patches import engine_start, repacking, sglang_versions
 from sglang_reshard.patches.attached import attached
 from sglang_reshard.patches.draft_models import Drafts, TargetAndDrafts
-from sglang_reshard.patches.engine_rank import engine_rank
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
     from sglang_reshard.engine.receiver import WeightReceiver
     from sglang_reshard.extras.replicas.share import LiveWeights
 
+logger = get_logger(__name__)
+_WEIGHTS = "weights"  # the memory saver's tag of SGLang's weights
 _IN_PROGRESS = DistributedUpdateWeightsOutput(success=True, message="", under_way=True)
 receivers: weakref.WeakSet[WeightReceiver] = weakref.WeakSet()  # of live weights, in this process
 
@@ -85,9 +92,32 @@ def share_weights(runner: ModelRunner, request: ShareWeightsReq) -> DistributedU
 
         if updated.receiver is None:  # the tokenizer manager knows better, unless an update has just failed
             return DistributedUpdateWeightsOutput(success=False, message="no update has brought the live weights")
-        rank, size = engine_rank(runner)
+        rank, size = sglang_versions.engine_rank(runner)
         updated.live = LiveWeights(updated.receiver, rank, size, next(runner.model.parameters()).device)
     return updated.live.start(request)
+
+
+def placement() -> bytes:
+    """Returns the physical to logical map of experts of all layers; empty if they are in the order of the checkpoint.
+
+    The loader asks for it, so a trace is of one placement. EPLB moves experts between forward passes, in place.
+    """
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    metadata = get_global_expert_location_metadata()
+    return b"" if metadata is None else bytes(metadata.physical_to_logical_map_cpu.contiguous().numpy().tobytes())
+
+
+def before_pause(_adapter: Any, tag: str | None = None, *_: Any, **__: Any) -> None:
+    for receiver in list(receivers) if tag in (None, _WEIGHTS) else ():  # None: all
+        _release_pages(receiver)
+
+
+def _release_pages(receiver: WeightReceiver) -> None:
+    try:
+        receiver.release_pages()
+    except Exception:  # it would end the scheduler
+        logger.exception("registrations of the weights' memory could not be dropped before the memory is released")
 
 
 def _receiver(
@@ -97,7 +127,7 @@ def _receiver(
     if request.lora is not None:
         from sglang_reshard.patches import lora_adapters
 
-        return lora_adapters.receiver(runner, request.lora, *engine_rank(runner))
+        return lora_adapters.receiver(runner, request.lora, *sglang_versions.engine_rank(runner))
     updated = attached(runner, Updated)
     if updated.receiver is not None and updated.drafts != drafts.models:  # the sender's option has changed
         updated.receiver.close()
@@ -106,11 +136,11 @@ def _receiver(
         from sglang_reshard.engine.receiver import WeightReceiver
         from sglang_reshard.engine.targets import TracedModel
 
-        rank, size = engine_rank(runner)
+        rank, size = sglang_versions.engine_rank(runner)
         model = TargetAndDrafts(runner.model, drafts) if drafts.models else runner.model
         start = functools.partial(engine_start.engine_start, runner, drafts.models)
         graphs = sglang_versions.holds_graphs(runner)
-        target = TracedModel(model, expert_location.placement, start, addresses_stay=graphs)
+        target = TracedModel(model, placement, start, addresses_stay=graphs)
         updated.receiver, updated.drafts = WeightReceiver(target, rank, size, device), drafts.models
         receivers.add(updated.receiver)
     return updated.receiver

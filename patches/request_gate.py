@@ -1,8 +1,8 @@
 """Refuses requests while an engine has no sound weights, and reports why.
 
-    torn_weights.py     an update has failed while it wrote: TornWeights
-    stock_weights.py    the engine started on dummy weights, or released its weights, and nothing has brought any since:
-                        WeightsMissing, unless SGLANG_RESHARD_SERVE_DUMMY=1
+    TornWeights       an update has failed while it wrote
+    WeightsMissing    the engine started on dummy weights, or released its weights, and nothing has brought any since,
+                      unless SGLANG_RESHARD_SERVE_DUMMY=1
 
 Every request passes SGLang's tokenizer manager. It is checked three times there, because the weights can be lost before
 any of them: on arrival, after it has waited for a pause or an update to end, and when it is sent to the schedulers.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_reshard.errors import ReshardError, TornWeights, WeightsMissing
-from sglang_reshard.patches import sglang_versions, stock_weights, torn_weights, weights_info
+from sglang_reshard.patches import sglang_versions, sound_weights, weights_info
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -40,9 +40,9 @@ http_request: ContextVar[HttpRequest | None] = ContextVar("sglang_reshard_http_r
 
 def refusal(manager: TokenizerManager) -> ReshardError | None:
     """Returns why requests are refused; None while the weights are sound, and for the first request of a server."""
-    if torn := torn_weights.reason(manager):
+    if torn := sound_weights.torn(manager):
         return TornWeights(torn)
-    if (missing := stock_weights.missing(manager)) and not _warms_up(manager):
+    if (missing := sound_weights.missing(manager)) and not _warms_up(manager):
         return WeightsMissing(missing)
     return None
 
@@ -86,8 +86,8 @@ def _request_ids(batch: Any) -> Iterator[str]:
 async def continue_generation(
     stock: Callable[..., Awaitable[None]], manager: TokenizerManager, *args: Any, **kwargs: Any
 ) -> None:
-    with torn_weights.continuing(manager):
+    with sound_weights.continuing(manager):
         async with manager.is_pause_cond:  # wait for an update in progress, whose outcome decides
             if refusal(manager) is not None:
-                torn_weights.abort_all(manager)
+                sound_weights.abort_all(manager)
         await stock(manager, *args, **kwargs)

@@ -11,13 +11,12 @@ from sglang_reshard.patches import (
     cache_versions,
     disk_loads,
     draft_models,
-    hook_check,
+    hooks,
     metrics,
     model_runner,
     prefill_decode,
     sglang_versions,
 )
-from sglang_reshard.patches.engine_rank import engine_rank
 from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
 from sglang_reshard.patches.pipeline import PipelineStage
 from sglang_reshard.protocol.messages import (
@@ -54,7 +53,7 @@ def dispatch(_result: Any, scheduler: Scheduler, *_: Any, **__: Any) -> None:
 
 def report_version(output: Any, *_: Any, **__: Any) -> None:
     """Adds this package's version to the scheduler's internal state, which GET /server_info returns too."""
-    output.internal_state[VERSION_KEY] = hook_check.installed_version()
+    output.internal_state[VERSION_KEY] = hooks.installed_version()
 
 
 def update_weights_distributed(
@@ -87,7 +86,7 @@ def update_weights_distributed(
                 _flush_cache(self)
     except Exception as error:
         logger.exception("update_weights_distributed failed")
-        rank, _ = engine_rank(self.tp_worker.model_runner)
+        rank, _ = sglang_versions.engine_rank(self.tp_worker.model_runner)
         message = f"engine rank {rank}: {type(error).__name__}: {error}"
         output = DistributedUpdateWeightsOutput(success=False, message=message, torn=written, phase=metrics.ENGINE)
     return UpdateWeightsDistributedReqOutput.of(output)

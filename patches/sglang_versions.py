@@ -14,6 +14,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from packaging.version import InvalidVersion, Version
 
 from sglang_reshard.errors import Unsupported
@@ -34,7 +35,7 @@ _RANGE = f"{OLDEST} to {NEWEST}"
 def check(version: str | None = None) -> None:
     """Raises Unsupported for an SGLang older than the oldest tested version; warns about one that is newer.
 
-    A newer one may well work: a hooked name that it has changed is reported before the first update (`hook_check`). An
+    A newer one may well work: a hooked name that it has changed is reported before the first update (`hooks`). An
     older one lacks methods that this package relies on.
     """
     reported = version or metadata.version("sglang")
@@ -170,13 +171,25 @@ def fused_keys_and_values(worker: Any) -> Any:
 # -- the model runner
 
 
-def data_parallel_rank(runner: ModelRunner) -> int:
-    """Returns the data parallel rank that the controller gave this process, the model runner's until it moved."""
-    if hasattr(runner, "dp_rank"):
-        return runner.dp_rank or 0
-    from sglang.srt.runtime_context import get_parallel
+def engine_rank(runner: ModelRunner) -> tuple[int, int]:
+    """Returns this engine rank, and the number of engine ranks.
 
-    return get_parallel().dp_rank or 0
+        rank = (data parallel rank * pipeline stages + stage) * tensor parallel size + tensor parallel rank
+
+    With dp-attention the data parallel ranks are tensor parallel ranks too, and count once. The data parallel rank that
+    the controller gave this process was the model runner's until it moved.
+    """
+    # SGLang's world is one data parallel rank's.
+    arguments, rank, size = runner.server_args, dist.get_rank(), dist.get_world_size()
+    if arguments.dp_size == 1 or arguments.enable_dp_attention:
+        return rank, size
+    if hasattr(runner, "dp_rank"):
+        replica = runner.dp_rank or 0
+    else:
+        from sglang.srt.runtime_context import get_parallel
+
+        replica = get_parallel().dp_rank or 0
+    return replica * size + rank, arguments.dp_size * size
 
 
 def holds_graphs(runner: ModelRunner) -> bool:

@@ -14,13 +14,12 @@ from sglang_reshard.engine.trainer_presence import TrainerPresence
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import (
-    hook_check,
+    hooks,
     lora_names,
     metrics,
     prefill_decode,
     sglang_versions,
-    stock_weights,
-    torn_weights,
+    sound_weights,
     weights_info,
 )
 from sglang_reshard.patches.attached import attached
@@ -116,7 +115,7 @@ async def update_by_server(
 
 def failed(self: TokenizerManager, error: ReshardError) -> DistributedUpdateWeightsOutput:
     """Returns the outcome of a server's own update that has raised."""
-    torn = bool(torn_weights.reason(self))
+    torn = bool(sound_weights.torn(self))
     return DistributedUpdateWeightsOutput(success=False, torn=torn, message=str(error))
 
 
@@ -157,7 +156,7 @@ async def _run(
     if refusal := _refusal(self, request) or await _missing(self, request):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
     await weights_info.unshared(self)
-    request = stock_weights.told(self, request)
+    request = sound_weights.told(self, request)
     if request.lora is None:
         return await _update(self, request, caller)
     async with self.lora_update_lock:
@@ -217,8 +216,8 @@ async def _write(
             output = DistributedUpdateWeightsOutput(success=False, message=why, torn=True, phase=metrics.ENGINE)
         if output.success:
             if request.lora is None:
-                torn_weights.heal(self)
-                stock_weights.written(self)
+                sound_weights.heal(self)
+                sound_weights.written(self)
                 output = weights_info.record(self, request, output)
                 messages = output.message, unreached(self.server_args)
                 output = msgspec.structs.replace(output, message="; ".join(filter(None, messages)))
@@ -228,7 +227,7 @@ async def _write(
         elif output.torn and request.lora is not None:
             lora_names.unload(self, request.lora, output.message)
         elif output.torn:
-            torn_weights.mark(self, output.message)
+            sound_weights.mark(self, output.message)
             weights_info.clear(self, "an update that failed")  # its engine ranks may all have written
     return output
 
@@ -238,7 +237,7 @@ async def _missing(manager: TokenizerManager, request: DistributedUpdateWeightsR
     nothing is missing. Locks nothing.
     """
     try:
-        await hook_check.check(manager, request.timeout_s)
+        await hooks.check(manager, request.timeout_s)
         await asyncio.to_thread(attached(manager, TrainerPresence).find, request)
     except ReshardError as error:
         return str(error)

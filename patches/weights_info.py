@@ -23,7 +23,7 @@ import msgspec
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.landings.checked.whole_model import with_versions
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.patches import sglang_versions, stock_weights, torn_weights
+from sglang_reshard.patches import sglang_versions, sound_weights
 from sglang_reshard.patches.attached import attached
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
@@ -154,13 +154,13 @@ def _unknown(since: str) -> str:
 
 
 def current(manager: TokenizerManager) -> WeightsInfo:
-    live, torn_reason = of(manager), torn_weights.reason(manager)
+    live, torn_reason = of(manager), sound_weights.torn(manager)
     now = WeightsInfo(
         version=str(sglang_versions.weight_version(manager) or ""),
         package_version=__version__,
         protocol=PROTOCOL,
         torn=torn_reason,
-        missing=stock_weights.missing(manager),
+        missing=sound_weights.missing(manager),
         under_way=bool(under_way(manager)),
         paused=bool(manager.is_pause),
         data_parallel_ranks=manager.server_args.dp_size,
@@ -202,7 +202,7 @@ async def around_write(stock: Stock, manager: TokenizerManager, *args: Any, **kw
 async def around_update(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
     outcome = await _rewritten(stock, manager, *args, **kwargs)
     if _succeeded(outcome):
-        stock_weights.written(manager)
+        sound_weights.written(manager)
     return outcome
 
 
@@ -240,7 +240,7 @@ async def around_release(stock: Stock, manager: TokenizerManager, *args: Any, **
 
         async def unless_updated(*args: Any, **kwargs: Any) -> Any:
             _check_releasable(manager)  # an update may have begun while other engines took the weights
-            stock_weights.released(manager)
+            sound_weights.released(manager)
             return await stock(*args, **kwargs)
 
         return await around_write(unless_updated, manager, *args, **kwargs)

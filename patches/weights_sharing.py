@@ -21,7 +21,7 @@ from sglang_reshard.errors import EngineRefused, ReshardError, TornWeights, Unsu
 from sglang_reshard.extras.replicas import peers
 from sglang_reshard.extras.replicas.pull import pull as pull_from
 from sglang_reshard.extras.replicas.share import has_begun, wait_until_shared
-from sglang_reshard.patches import torn_weights, weights_info
+from sglang_reshard.patches import sound_weights, weights_info
 from sglang_reshard.patches.schedulers import ask_schedulers
 from sglang_reshard.patches.tokenizer_manager import failed, until_written, update_by_server
 from sglang_reshard.protocol.messages import (
@@ -47,7 +47,7 @@ async def share(manager: TokenizerManager, request: ShareWeightsReq, interface: 
     """
     manager.auto_create_handle_loop()
     check_same_protocol(request.protocol, request.package_version, theirs="the server that asks", ours="this server")
-    if torn := torn_weights.reason(manager):
+    if torn := sound_weights.torn(manager):
         raise TornWeights(torn)
     if running := weights_info.under_way(manager):
         raise EngineRefused(running)

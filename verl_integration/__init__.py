@@ -10,7 +10,8 @@ in every actor worker, every rollout worker and the driver, where it hooks into 
     checkpoint_engine.py  `ReshardCheckpointEngine`, in verl's registry under the name "reshard"
     training_engine_weights.py     training engines' `get_per_tensor_param`: its result refers to the engine
     server_adapter.py     SGLang's `ServerAdapter.update_weights`: receives the shards instead of gathered tensors
-    driver_hooks.py       `CheckpointEngineManager.update_weights` and `add_replicas`, `Tracking.log`
+    driver_hooks.py       `CheckpointEngineManager`'s `update_weights`, `build_process_group` and `add_replicas`, and
+                          `Tracking.log`
     rollout_difference.py `calculate_debug_metrics`, to which it adds metrics
 
 Every other version of verl is refused here, by name (verl_version.py).

@@ -1,8 +1,8 @@
 """Hooks verl's driver.
 
-It syncs hybrid replicas as colocated ones, refuses syncs that cannot take place, logs the metrics of syncs, which some
-of verl's trainers drop, lets replicas that are added take the weights of those that are there, and adds metrics to
-verl's comparison of rollout and actor.
+It syncs hybrid replicas as colocated ones, refuses syncs that cannot take place, tells where standalone replicas are,
+logs the metrics of syncs, which some of verl's trainers drop, lets replicas that are added take the weights of those
+that are there, and adds metrics to verl's comparison of rollout and actor.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from verl.utils.ray_utils import auto_await
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.verl import rollout_difference
+from sglang_reshard.verl.checkpoint_engine import manager_replicas, server_url
 from sglang_reshard.verl.hooks import around
 from sglang_reshard.verl.replica_weights import pull_weights
 from sglang_reshard.verl.settings import BACKEND
@@ -29,6 +30,7 @@ def install() -> None:
 
     # verl's method inspects its caller's frame to find out if it is awaited, so the wrapper needs the same decorator.
     around(CheckpointEngineManager, "update_weights", _update_weights, decorator=auto_await)
+    around(CheckpointEngineManager, "build_process_group", _build_process_group)
     around(CheckpointEngineManager, "add_replicas", _add_replicas)
     around(Tracking, "log", _log)
     rollout_difference.install()
@@ -73,17 +75,22 @@ def _settle_backend(manager: Any) -> None:
     manager.backend = _COLOCATED
 
 
+def _build_process_group(stock: Callable[..., Any], manager: Any, rollout: Any) -> Any:
+    """Lets `build_topology`, which verl calls with the workers' answers alone, know the replicas."""
+    token = manager_replicas.set(manager.replicas)
+    try:
+        return stock(manager, rollout)
+    finally:
+        manager_replicas.reset(token)
+
+
 def _add_replicas(stock: Callable[..., Any], manager: Any, replicas: Any, *args: Any, **kwargs: Any) -> Any:
     """Gives new replicas the weights that the others have: they can serve before the next sync."""
     known = [] if manager.backend != BACKEND else list(manager.replicas)
     result = stock(manager, replicas, *args, **kwargs)
     if known:
-        pull_weights([_url(replica) for replica in known], [_url(replica) for replica in replicas])
+        pull_weights(list(map(server_url, known)), list(map(server_url, replicas)))
     return result
-
-
-def _url(replica: Any) -> str:
-    return f"http://{replica.server_address}"
 
 
 def _take_metrics(_worker: Any) -> dict[str, float]:

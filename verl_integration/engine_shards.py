@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from sglang_reshard.errors import ReshardError
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.sources import NamedTensors
+from sglang_reshard.trainer.update_sender import raising
 from sglang_reshard.verl import fsdp, megatron, shard_contract
 from sglang_reshard.verl.fsdp import NamedShards
-from sglang_reshard.verl.shard_exchange import AllGather
 from sglang_reshard.verl.training_engine_weights import serves_adapters
 
 
@@ -52,16 +54,16 @@ def unsupported_reason(engine: Any, adapter: Any = None, peft_config: Any = None
 class EngineShards:
     """One trainer rank's shards. Returns the same objects for unchanged tensors, which makes updates short."""
 
-    def __init__(self, all_gather: AllGather) -> None:
+    def __init__(self, trainer_ranks: int) -> None:
         self._fsdp = fsdp.FsdpShards()
-        self._contract = shard_contract.ShardContract(all_gather)
-        self._megatron = megatron.Megatron(all_gather)
+        self._contract = shard_contract.ShardContract(trainer_ranks)
+        self._megatron = megatron.Megatron(trainer_ranks)
 
     @contextlib.contextmanager
-    def tensors(self, engine: Any) -> Iterator[tuple[NamedShards, bool]]:
-        """Yields the shards, and True if their memory is freed afterwards: merged, cast or offloaded ones.
+    def tensors(self, engine: Any) -> Iterator[tuple[NamedTensors, bool, bool]]:
+        """Yields the shards, True if their memory is freed afterwards (merged, cast or offloaded ones), and `partial`.
 
-        For an engine with no `unsupported_reason`.
+        For an engine with no `unsupported_reason`. Reading the shards raises what is wrong with Megatron's.
         """
         with contextlib.ExitStack() as stack:
             if fsdp.is_fsdp(engine):
@@ -70,15 +72,20 @@ class EngineShards:
                     stack.enter_context(_on_device(engine))
                     stack.enter_context(fsdp.merged(engine))
                 shards = self._fsdp.tensors(engine)
-                yield shards, merges or _is_offloaded_next(engine, shards)
+                yield shards, merges or _is_offloaded_next(engine, shards), False
             elif hasattr(engine, "_mcore_export_index"):  # verl's Megatron engine, whatever model is in it
-                if not self._megatron.has_values(engine):
-                    stack.enter_context(_on_device(engine))
-                tensors: NamedShards = list(self._megatron.tensors(engine))
-                yield tensors, _is_offloaded_next(engine, tensors)
+                tensors: NamedShards = []
+                try:
+                    if not self._megatron.has_values(engine):
+                        stack.enter_context(_on_device(engine))
+                    tensors += self._megatron.tensors(engine)
+                except ReshardError as error:  # in an update, of which all ranks learn
+                    yield raising(error), False, True
+                    return
+                yield tensors, _is_offloaded_next(engine, tensors), True
             else:
                 stack.enter_context(_on_device(engine))
-                yield self._contract.tensors(engine), True
+                yield self._contract.tensors(engine), True, True
 
 
 def lora_adapter(engine: Any) -> tuple[str, NamedShards, bool]:

@@ -48,13 +48,11 @@ def _peft_model(engine: Any) -> Any:
     return getattr(module, "_fsdp_wrapped_module", module)
 
 
-@contextlib.contextmanager
-def merged(engine: Any) -> Iterator[None]:
+def merged(engine: Any) -> contextlib.AbstractContextManager[Any]:
     """Merges LoRA adapters into the weights inside the block, as verl does."""
     from verl.utils.fsdp_utils import merged_lora_context
 
-    with merged_lora_context(engine.module, backup_adapters=True):
-        yield
+    return merged_lora_context(engine.module, backup_adapters=True)
 
 
 class FsdpShards:

@@ -10,7 +10,7 @@ checkpoint's size, and placeholders as large as the shards are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,9 +18,7 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import ExplicitSharding
 from sglang_reshard.verl.megatron_experts import CheckpointShapes, Finish, finish_of, stacked_experts
-from sglang_reshard.verl.offloaded import OffloadedParameters
-from sglang_reshard.verl.shard_exchange import AllGather
-from sglang_reshard.verl.traced_parameters import Conversion, TracedParameters
+from sglang_reshard.verl.traced_parameters import Conversion, TracedParameters, Values
 
 # Megatron pads these to a multiple of the tensor parallel size; checkpoints are not padded.
 _PADDED_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -29,35 +27,74 @@ _PADDED_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 class Megatron:
     """Reads one trainer rank's parameters. Traces their converters at the first sync."""
 
-    def __init__(self, all_gather: AllGather) -> None:
-        self._all_gather = all_gather
+    def __init__(self, trainer_ranks: int) -> None:
+        self._trainer_ranks = trainer_ranks
         self._parameters: TracedParameters | None = None
 
     def has_values(self, engine: Any) -> bool:
-        """Returns whether `tensors` finds all parameters' values, on a GPU or offloaded. Collective the first time."""
+        """Returns whether `tensors` finds all parameters' values, on a GPU or offloaded."""
         return self._freed(engine) is None
 
     def tensors(self, engine: Any) -> list[tuple[str, torch.Tensor, ExplicitSharding]]:
-        """Returns the arguments of `describe`. Raises as `TracedParameters` does, the first time."""
+        """Returns the arguments of `describe`, with partial=True. Raises as `TracedParameters` does, the first time."""
         if (freed := self._freed(engine)) is not None:
             raise Unsupported(
                 f"{_name(engine, freed)} has no memory on this trainer rank, and verl has no host copy of it: "
                 "something other than verl's param_offload has freed it. Load the parameters before the sync"
             )
-        return self._traced(engine).tensors(OffloadedParameters(engine.module).values)
+        return self._traced(engine).tensors(values_of(engine.module))
 
     def _freed(self, engine: Any) -> torch.Tensor | None:
         """Returns a parameter whose values are nowhere; None if there is none."""
-        values = OffloadedParameters(engine.module).values
+        values = values_of(engine.module)
         of_rank = self._traced(engine).parameters
         return next((p for p in of_rank if p.numel() and not values(p).untyped_storage().nbytes()), None)
 
     def _traced(self, engine: Any) -> TracedParameters:
         if self._parameters is None:
             _check(engine)
-            values = OffloadedParameters(engine.module).values
-            self._parameters = TracedParameters(_conversions(engine), self._all_gather, values)
+            values = values_of(engine.module)
+            self._parameters = TracedParameters(_conversions(engine), self._trainer_ranks, values)
         return self._parameters
+
+
+def values_of(chunks: Iterable[Any]) -> Values:
+    """Returns a function that finds a parameter's values while verl has offloaded them (`megatron.param_offload`).
+
+    Parameters are views of a flat buffer. verl offloads it by freeing the buffer's storage, which leaves the parameters
+    on the GPU without memory, and keeps the values as its attribute `cpu_data`, in pinned memory.
+
+    chunks  the model's, wrapped by Megatron's DDP or not
+    """
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of the buffer's storage
+    for chunk in chunks:
+        for name in ("buffers", "expert_parallel_buffers"):
+            buffers = getattr(chunk, name, None)
+            for buffer in buffers if isinstance(buffers, list) else ():
+                if (copy := getattr(buffer.param_data, "cpu_data", None)) is not None:
+                    copies[_storage_id(buffer.param_data)] = buffer.param_data, copy
+
+    def values(parameter: torch.Tensor) -> torch.Tensor:
+        """Returns a parameter's data, or the same view of the host copy if its memory was freed.
+
+        Returns the data without memory if no copy is known to have the same elements at the same places.
+        """
+        data = parameter.data
+        flat, copy = copies.get(_storage_id(data), (None, None))
+        if data.numel() == 0 or data.untyped_storage().nbytes() or flat is None or copy is None:
+            return data
+        start = int(data.storage_offset()) - int(flat.storage_offset())
+        last = start + sum((n - 1) * stride for n, stride in zip(data.shape, data.stride(), strict=True))
+        alike = copy.shape == flat.shape and copy.dtype == flat.dtype == data.dtype
+        if not (alike and flat.is_contiguous() and copy.is_contiguous() and 0 <= start <= last < flat.numel()):
+            return data
+        return copy.as_strided(data.size(), data.stride(), int(copy.storage_offset()) + start)
+
+    return values
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # an emptied storage has no address
 
 
 def _name(engine: Any, parameter: torch.Tensor) -> str:
@@ -73,16 +110,14 @@ def _check(engine: Any) -> None:
 
 
 def _conversions(engine: Any) -> Iterator[Conversion]:
-    """Yields every parameter of all pipeline stages; Megatron-Bridge lists them in the same order on all ranks."""
+    """Yields every parameter of this rank that is in the checkpoint."""
     vocabulary = engine.model_config.hf_config.get_text_config().vocab_size
-    tasks = engine.bridge.get_conversion_tasks(engine.module)
+    tasks = engine.bridge.get_conversion_tasks(engine.module)  # None, or without a weight: of another pipeline stage
     own = [task for task in tasks if task is not None and task.param_weight is not None]
     shapes = CheckpointShapes(engine.bridge)
     stacked, finish = stacked_experts(engine.bridge, shapes, own), finish_of(engine.bridge, shapes)
-    for task in tasks:
-        if task is None or task.param_weight is None:  # not in the checkpoint, or of another pipeline stage
-            yield Conversion("", None, lambda _: {})
-        elif stack := stacked.get(id(task)):
+    for task in own:
+        if stack := stacked.get(id(task)):
             yield Conversion(task.global_param_name, task.param_weight, stack.converter(task), part=True)
         else:
             # Megatron-Core marks what it keeps equal over pipeline stages, by adding up the gradients.

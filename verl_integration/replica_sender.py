@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import ray
 import torch.distributed as dist
 
 from sglang_reshard.api.multi_engine import MultiEngineSender
+from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.extras.asynchronous.background import UpdateHandle
@@ -19,11 +21,10 @@ from sglang_reshard.extras.finite import first_not_finite
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.trainer.collectives import gather_messages
+from sglang_reshard.sources import NamedTensors
 from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.verl.engine_shards import EngineShards, lora_adapter
-from sglang_reshard.verl.fsdp import NamedShards
 from sglang_reshard.verl.metrics import sync_metrics, transport_reasons
 from sglang_reshard.verl.settings import Settings
 
@@ -60,7 +61,7 @@ class ReplicaSender:
         self._adapter_sender: MultiEngineSender | None = None
         self._address: Address | None = None
         self._replicas: Mapping[str, Send | None] = {}
-        self._shards = EngineShards(lambda message, kind: gather_messages(message, kind, world()))
+        self._shards = EngineShards(dist.get_world_size())
         self._version: int | None = None
         self.global_steps: int | None = None  # whose weights the replicas have; None before their first
         self._background: _Background | None = None
@@ -73,21 +74,26 @@ class ReplicaSender:
             self._host = Session.host(interface, self._settings.sender.timeout_s)
         return self._host.address if self._host else None
 
-    def set_replicas(self, address: Address, replicas: Mapping[str, Send | None]) -> None:
-        """Sets the current replicas. A restarted replica has another name. Collective."""
+    def set_replicas(self, address: Address, urls: Mapping[str, str]) -> None:
+        """Sets the current replicas: name -> URL of the server. A restarted replica has another name. Collective."""
+        replicas = {name: self._send_to(url) if self.rank == 0 else None for name, url in urls.items()}
         if self._sender is None:
             self._sender = self._multi_sender(address, self._settings.sender, relay=self._settings.relay)
         self._sender.wait_for_background()
         self._sender.set_engines(replicas)
         self._address, self._replicas = address, replicas
 
+    def _send_to(self, url: str) -> Send:
+        engine = functools.cache(lambda: RemoteEngine(url, timeout_s=self._settings.sender.timeout_s))
+        return lambda request: engine().update_weights_distributed(request)
+
     def update(self, engine: Any, global_steps: int | None) -> dict[str, float]:
         """Updates all replicas to the training engine's weights. Returns the sync's metrics. Collective."""
         if self._sender is None:
             raise Unsupported(_NO_REPLICAS)
         started = time.perf_counter()
-        with self._shards.tensors(engine) as (named_tensors, temporary):
-            return self._sync(self._sender, engine, named_tensors, temporary, global_steps, started)
+        with self._shards.tensors(engine) as (named_tensors, temporary, partial):
+            return self._sync(self._sender, engine, named_tensors, temporary, global_steps, started, partial)
 
     def update_adapter(self, engine: Any, global_steps: int | None) -> dict[str, float]:
         """Updates the LoRA adapter that all replicas serve to the training engine's. Otherwise as `update`."""
@@ -111,10 +117,11 @@ class ReplicaSender:
         self,
         sender: MultiEngineSender,
         engine: Any,
-        named_tensors: NamedShards,
+        named_tensors: NamedTensors,
         temporary: bool,
         global_steps: int | None,
         started: float,
+        partial: bool = False,
     ) -> dict[str, float]:
         """`temporary`: the shards' memory is freed afterwards. Raises Mismatch for weights that `check_finite`
         refuses.
@@ -125,9 +132,8 @@ class ReplicaSender:
         version = None if global_steps is None or global_steps == self._version else str(global_steps)
         frees = temporary or bool(engine.is_param_offload_enabled)
         in_background = self._settings.asynchronous
-        options = replace(
-            self._settings.update, weight_version=version, unmap_after=frees if in_background else temporary
-        )
+        unmap = frees if in_background else temporary
+        options = replace(self._settings.update, weight_version=version, unmap_after=unmap, partial=partial)
         self.failed, self._version = {}, global_steps
         if in_background:
             return self._sync_in_background(sender, named_tensors, options, global_steps)
@@ -140,7 +146,7 @@ class ReplicaSender:
     def _sync_in_background(
         self,
         sender: MultiEngineSender,
-        named_tensors: NamedShards,
+        named_tensors: NamedTensors,
         options: UpdateOptions,
         global_steps: int | None,
     ) -> dict[str, float]:

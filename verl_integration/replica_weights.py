@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from sglang_reshard.errors import ReshardError
@@ -19,11 +19,11 @@ def pull_weights(known: Sequence[str], new: Sequence[str]) -> None:
 
     Raises nothing: one that cannot take them logs a warning, and gets the next sync's like all others.
     """
-    source, live = _first_updated(known, str)
+    source, live = _first_updated(known)
     if live is None or not new:
         return
     with ThreadPoolExecutor(len(new), "sglang-reshard pull") as threads:
-        for url, why in zip(new, threads.map(lambda url: _pull(source, live, url, str), new), strict=True):
+        for url, why in zip(new, threads.map(lambda url: _pull(source, live, url), new), strict=True):
             if why:
                 logger.warning("the new replica at %s serves its initial weights until the next sync: %s", url, why)
             else:
@@ -46,29 +46,27 @@ class LeftOut:
         with self._lock:
             return tuple(self._reasons)
 
-    def sync_ended(self, replicas: Iterable[str], failed: Mapping[str, str], url_of: Callable[[str], str]) -> None:
+    def sync_ended(self, urls: Mapping[str, str], failed: Mapping[str, str]) -> None:
         """Excludes replicas that failed, and starts a thread that lets excluded replicas pull from another one.
 
-        replicas  all there are, those that are left out included
-        failed    replica -> why it has not got this sync's weights
-        url_of    returns the URL of a replica's server; may raise ReshardError
+        urls    of the servers of all replicas, those that are left out included
+        failed  replica -> why it has not got this sync's weights
         """
-        there = set(replicas)
         with self._lock:
-            self._reasons = {name: why for name, why in {**self._reasons, **failed}.items() if name in there}
-            left_out = tuple(self._reasons)
-        good = [name for name in there if name not in left_out]
+            self._reasons = {name: why for name, why in {**self._reasons, **failed}.items() if name in urls}
+            left_out = {name: urls[name] for name in self._reasons}
+        good = sorted(url for name, url in urls.items() if name not in left_out)
         if left_out and good and (self._thread is None or not self._thread.is_alive()):
-            arguments = left_out, sorted(good), url_of
+            arguments = left_out, good
             self._thread = threading.Thread(target=self._heal, args=arguments, name="sglang-reshard heal", daemon=True)
             self._thread.start()
 
-    def _heal(self, left_out: Sequence[str], good: Sequence[str], url_of: Callable[[str], str]) -> None:
-        source, live = _first_updated(good, url_of)
+    def _heal(self, left_out: Mapping[str, str], good: Sequence[str]) -> None:
+        source, live = _first_updated(good)
         if live is None:
             return
-        for name in left_out:
-            if why := _pull(source, live, name, url_of):
+        for name, url in left_out.items():
+            if why := _pull(source, live, url):
                 logger.warning("replica %s is still excluded: %s", name, why)
                 continue
             logger.warning("replica %s is included again: it has the weights of version %s", name, live.version)
@@ -76,13 +74,13 @@ class LeftOut:
                 self._reasons.pop(name, None)
 
 
-def _first_updated(names: Sequence[str], url_of: Callable[[str], str]) -> tuple[str, WeightsInfo | None]:
+def _first_updated(urls: Sequence[str]) -> tuple[str, WeightsInfo | None]:
     """Returns the URL of the first of these servers that has been updated, and its `WeightsInfo`; None if none has."""
-    for name in names:
+    for url in urls:
         try:
-            live = ServerClient(url := url_of(name)).weights_info()
+            live = ServerClient(url).weights_info()
         except ReshardError as error:
-            logger.warning("%s cannot give its weights to other replicas: %s", name, error)
+            logger.warning("%s cannot give its weights to other replicas: %s", url, error)
             continue
         if live.engine_ranks and not live.torn:
             return url, live
@@ -97,10 +95,10 @@ def _has_weights_of(own: WeightsInfo, live: WeightsInfo) -> bool:
     return same_update or (live.digest != "" and (own.version, own.digest) == (live.version, live.digest))
 
 
-def _pull(source: str, live: WeightsInfo, name: str, url_of: Callable[[str], str]) -> str:
-    """Returns why a server has not got the weights of the one at `source`; empty if it has."""
+def _pull(source: str, live: WeightsInfo, url: str) -> str:
+    """Returns why the server at `url` has not got the weights of the one at `source`; empty if it has."""
     try:
-        server = ServerClient(url_of(name))
+        server = ServerClient(url)
         if _has_weights_of(server.weights_info(), live):
             return ""  # it was removed, and has come back
         output = server.pull_weights(source)

@@ -1,27 +1,22 @@
 """Hooks verl's SGLang `ServerAdapter`: `update_weights` uses a training engine's shards instead of gathered tensors.
 
-    a hybrid worker   trainer ranks update the servers of all replicas; trainer rank 0 sends each server one request
-    a rollout worker  of a standalone replica: publishes its server's URL, and waits for the outcome of the sync
-
-Weights that are not supported are synced by verl's own method, and a warning is logged.
+Trainer ranks update the servers of all hybrid replicas; trainer rank 0 sends each server one request. Weights that are
+not supported are synced by verl's own method, and a warning is logged.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
 from sglang_reshard.trainer.collectives import broadcast_message, gather_messages
 from sglang_reshard.verl.engine_shards import unsupported_reason
 from sglang_reshard.verl.hooks import around
 from sglang_reshard.verl.replica_sender import ReplicaSender, world
 from sglang_reshard.verl.settings import BACKEND, Settings
-from sglang_reshard.verl.sync_channel import PendingSync
 from sglang_reshard.verl.training_engine_weights import engine_of
 
 logger = logging.getLogger(__name__)
@@ -44,8 +39,8 @@ async def _update_weights(
     global_steps: int | None = None,
     **kwargs: Any,
 ) -> Any:
-    if isinstance(weights, PendingSync):
-        return await _wait_for_sync(adapter, weights)
+    if weights is None:  # of a standalone replica's `receive_weights`
+        return None
     # A checkpoint engine's worker passes the wire format of its weights; a hybrid worker has the engine, and does not.
     if "wire_format" not in kwargs and adapter.config.checkpoint_engine.backend == BACKEND:
         engine = engine_of(weights)
@@ -58,15 +53,6 @@ async def _update_weights(
     return await stock(adapter, weights, global_steps=global_steps, **kwargs)
 
 
-async def _wait_for_sync(adapter: Any, pending: PendingSync) -> None:
-    await adapter._init_server_adapter()
-    if not pending.is_first:
-        return
-    pending.channel.put_server_url(pending.replica, adapter._engine.server_args.url())
-    global_steps = await asyncio.to_thread(pending.channel.wait_for_outcome, pending.sync, pending.replica)
-    await _set_global_steps(adapter, global_steps)
-
-
 async def _reshard(adapter: Any, engine: Any, global_steps: int | None, only_adapter: bool) -> dict[str, float]:
     """`only_adapter`: the tensors of the LoRA adapter, and not the weights that it adapts."""
     await adapter._init_server_adapter()
@@ -74,8 +60,8 @@ async def _reshard(adapter: Any, engine: Any, global_steps: int | None, only_ada
         setattr(adapter, _SENDER, _colocated_sender(adapter))
     sender: ReplicaSender = getattr(adapter, _SENDER)
     metrics = sender.update_adapter(engine, global_steps) if only_adapter else sender.update(engine, global_steps)
-    if adapter._engine is not None and adapter._is_server_tp_leader():
-        await _set_global_steps(adapter, sender.global_steps)
+    if adapter._engine is not None and adapter._is_server_tp_leader() and sender.global_steps is not None:
+        await adapter.server_actor.set_global_steps.remote(sender.global_steps)
     return metrics
 
 
@@ -87,15 +73,8 @@ def _colocated_sender(adapter: Any) -> ReplicaSender:
     own = adapter._engine.server_args.url() if adapter._engine is not None else ""  # of a server's first worker
     urls = list(dict.fromkeys(filter(None, gather_messages(own, str, world()))))
     address = broadcast_message(sender.host(), Address, world())
-    engines = (RemoteEngine(url, timeout_s=settings.sender.timeout_s) if sender.rank == 0 else None for url in urls)
-    sends = {url: e.update_weights_distributed if e else None for url, e in zip(urls, engines, strict=True)}
-    sender.set_replicas(address, sends)
+    sender.set_replicas(address, {url: url for url in urls})
     return sender
-
-
-async def _set_global_steps(adapter: Any, global_steps: int | None) -> None:
-    if global_steps is not None:
-        await adapter.server_actor.set_global_steps.remote(global_steps)
 
 
 def _warn_once(adapter: Any, message: str) -> None:

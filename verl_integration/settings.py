@@ -42,11 +42,6 @@ class Settings:
     interface: str = ""
 
     @classmethod
-    def defaults(cls) -> dict[str, Any]:
-        """Returns the value of each setting, by verl's name, where nothing is set."""
-        return {name: default for name, _, default in _table()}
-
-    @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
         """Raises Unsupported for an unknown setting and for an invalid value."""
         try:

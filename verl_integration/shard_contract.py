@@ -1,34 +1,24 @@
 """Reads verl's shard contract: (name, flat local shard, ShardSpec) from every training engine that exports it.
 
-A ShardSpec's mesh and placements describe all ranks' shards. Its `place` describes only this rank's block: the ranks
-all-gather these once.
+A ShardSpec's mesh and placements describe all ranks' shards. Its `place` describes only this rank's block, which is
+stated as such: pass the tensors with partial=True.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
-from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.sources import ExplicitSharding, FusedTensor, blocks, fused_slices
-from sglang_reshard.verl.shard_exchange import AllGather
-
-
-class _Blocks(msgspec.Struct, frozen=True):
-    """A rank's block of each tensor whose ShardSpec has a `place`, by the tensor's name."""
-
-    blocks: tuple[tuple[str, Box], ...]
 
 
 class ShardContract:
-    """Reads one trainer rank's shards. Blocks are all-gathered at the first sync, and checked in later ones."""
+    """Reads one trainer rank's shards. Returns the same shardings as long as blocks stay as they are."""
 
-    def __init__(self, all_gather: AllGather) -> None:
-        self._all_gather = all_gather
-        self._own: _Blocks | None = None
-        self._shardings: dict[str, ExplicitSharding] = {}
+    def __init__(self, trainer_ranks: int) -> None:
+        self._trainer_ranks = trainer_ranks
+        self._shardings: dict[tuple[tuple[int, ...], Box], ExplicitSharding] = {}
         self._slices: dict[str, Any] = {}
 
     def tensors(self, engine: Any) -> list[tuple[Any, ...]]:
@@ -39,28 +29,23 @@ class ShardContract:
             raise Unsupported(
                 f"{type(engine).__name__}.get_per_tensor_param_shard is not implemented: {error}"
             ) from error
-        shards = list(exported)
-        self._gather_blocks(shards)
-        return [(name, shard, self._sharding(name, spec)) for name, shard, spec in shards]
-
-    def _gather_blocks(self, shards: list[tuple[str, Any, Any]]) -> None:
-        own = _Blocks(tuple((name, _block(name, spec)) for name, _, spec in shards if spec.place is not None))
-        if own == self._own or not own.blocks:
-            return
-        if self._own is not None:
-            raise Mismatch("this trainer rank holds other blocks of tensors than in the first sync; restart the run")
-        shapes = {name: tuple(map(int, spec.full_shape)) for name, _, spec in shards}
-        for of_ranks in zip(*(ranks.blocks for ranks in self._all_gather(own, _Blocks)), strict=True):
-            name, _ = of_ranks[0]
-            self._shardings[name] = blocks(shapes[name], [box for _, box in of_ranks])
-        self._own = own
+        rows = ((name, shard, self._sharding(name, spec)) for name, shard, spec in exported)
+        return [row for row in rows if row[2] is not None]
 
     def _sharding(self, name: str, spec: Any) -> Any:
-        sharding = self._shardings.get(name, spec) if spec.place is not None else spec
+        """Returns a tensor's sharding; None if this rank's block of it is empty."""
+        shape, sharding = tuple(map(int, spec.full_shape)), spec
+        if spec.place is not None:
+            box = _block(name, spec)
+            if not box.numel:
+                return None
+            if (shape, box) not in self._shardings:  # stated for all ranks: it counts for those that list the tensor
+                self._shardings[shape, box] = blocks(shape, [box] * self._trainer_ranks)
+            sharding = self._shardings[shape, box]
         if spec.hf_slots is None:
             return sharding
         if name not in self._slices:
-            self._slices[name] = fused_slices(spec.hf_slots, tuple(spec.full_shape), spec.to_hf_chunk)
+            self._slices[name] = fused_slices(spec.hf_slots, shape, spec.to_hf_chunk)
         return FusedTensor(self._slices[name], sharding)
 
 

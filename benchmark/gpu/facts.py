@@ -21,11 +21,11 @@ import torch
 
 from benchmark import results
 from benchmark.commit import commit
-from benchmark.demo.host import cpu
 from benchmark.gpu.item import Row
 from benchmark.gpu.peer import Here, Peer
 from benchmark.gpu.place import DEVICE, GIB, Place
 from sglang_reshard.copying.copy_list import CopyList
+from sglang_reshard.selftest.host import cpu
 from sglang_reshard.version import __version__
 
 RESULTS = results.FOLDER / "gpu.json"

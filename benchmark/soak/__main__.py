@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmark import pages
-from benchmark.demo import children
 from benchmark.soak import launcher, rows
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.selftest import children
 
 # A start, stock loads at the end, and what an update takes at most on a machine that is shared.
 _FIXED_S, _UPDATE_S = 900.0, 5.0

@@ -14,15 +14,15 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from benchmark.demo import tiny_model
-from benchmark.demo.reference import greedy_tokens
+from benchmark.reference import greedy_tokens
 from benchmark.soak.weights import ENGINE_TP, shapes, whole
+from sglang_reshard.selftest import tiny_model
 from tools.oracle.stock import stock_digests
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [17, 4000, 23]]
 NEW_TOKENS = 12
 DTYPE = "float32"
-# Of the demo's model are 80 MB each on disk, all of a batch at a time.
+# Of the self-test's model are 80 MB each on disk, all of a batch at a time.
 _BATCH = 10
 
 

@@ -14,9 +14,6 @@ import httpx
 import msgspec
 from rich.console import Console
 
-from benchmark.demo import children, tiny_model
-from benchmark.demo.events import Note
-from benchmark.demo.progress import Progress
 from benchmark.environment import environment
 from benchmark.soak import expected, seen, verdict
 from benchmark.soak.clients import Tally, asking
@@ -25,8 +22,11 @@ from benchmark.soak.trainer import Job
 from benchmark.soak.weights import ENGINE_TP, TRAINER_RANKS
 from benchmark.world import find_tests, free_port
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
-from sglang_reshard.patches.stock_weights import SERVE_DUMMY
-from tools.oracle.digests import LOADER
+from sglang_reshard.patches.sound_weights import SERVE_DUMMY
+from sglang_reshard.selftest import children, tiny_model
+from sglang_reshard.selftest.digests import LOADER
+from sglang_reshard.selftest.events import Note
+from sglang_reshard.selftest.progress import Progress
 
 _START_S, _SAY_EVERY_S = 300.0, 30.0
 
@@ -108,7 +108,7 @@ def _updates(soak: Soak, place: _Place, console: Console) -> tuple[Job, list[Tal
                 updates=soak.updates,
                 every=soak.every,
                 url=url,
-                server_pid=server.process.pid,
+                server_pid=server.processes[0].pid,
                 standing=str(standing.file),
                 seen=str(place.folder / "seen"),
                 folder=str(reports),
@@ -147,7 +147,7 @@ def _await_health(url: str, server: children.Family, log: Path) -> None:
 def _check(server: children.Family, log: Path) -> None:
     """Raises when the server has ended although nobody told it to."""
     server.census()
-    if server.process.poll() is not None:
+    if server.processes[0].poll() is not None:
         raise ReshardError(f"the server ended by itself.\n{children.tail(log)}")
 
 

@@ -23,7 +23,7 @@ from benchmark.soak.standing import Standing
 from benchmark.soak.weights import ENGINE_TP, Weights, is_verified
 from sglang_reshard import WeightSender
 from sglang_reshard.errors import EngineRefused
-from tools.oracle.digests import read_live_digests
+from sglang_reshard.selftest.digests import read_live_digests
 from tools.oracle.http_engine import HttpEngine
 
 _TIMEOUT_S = 60.0

@@ -12,7 +12,7 @@ from benchmark.soak.expected import Expected
 from benchmark.soak.footprint import Footprint
 from benchmark.soak.seen import Updated, Verified
 from benchmark.soak.weights import is_verified
-from tools.oracle.digests import differing
+from sglang_reshard.selftest.digests import differing
 
 FLAT_WITHIN = 0.02
 # Below this lead of a logit over the next best, two orders of summing float32 may choose another token.

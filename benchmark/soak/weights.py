@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from benchmark.demo import tiny_model
+from sglang_reshard.selftest import tiny_model
 
 TRAINER_RANKS = ENGINE_TP = 2
 MANTISSA = (1 << 23) - 1
@@ -27,7 +27,7 @@ def is_verified(version: int, every: int) -> bool:
 
 
 def shapes() -> dict[str, torch.Size]:
-    """Of the demo's model, by checkpoint name."""
+    """Of the self-test's model, by checkpoint name."""
     from transformers import Qwen3ForCausalLM
 
     with torch.device("meta"):

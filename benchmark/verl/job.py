@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmark.demo import tiny_model, verl_run
 from benchmark.verl.paths import Take, paths_of
 from job import PROMPTS, Job, ray_of_its_own, verl_config
+from sglang_reshard.selftest import tiny_model, verl_run
 
 _NEW_TOKENS = 8
 # What verl's own path needs to get along with this host's memory: buckets smaller than its default of 2,048, and a

@@ -14,10 +14,8 @@ import os
 import sys
 from pathlib import Path
 
+from sglang_reshard.selftest import tiny_model
 from sglang_reshard.testing import cpu_host
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the demo is part of the checkout only
-from benchmark.demo import tiny_model
 
 TRAINER_RANKS, MOST_ENGINE_RANKS = 2, 2  # that the model can be cut for
 

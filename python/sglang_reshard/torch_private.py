@@ -11,7 +11,7 @@ Other private names are optional, and their users handle a missing one: FSDP1's 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -88,3 +88,11 @@ __all__ = [
     "TorchDispatchMode",
     "is_traceable_wrapper_subclass",
 ]
+
+
+def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the buffers of a module's state dict, by name."""
+    for path, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer

@@ -54,14 +54,14 @@ def look() -> dict[str, Any]:
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_reshard.patches import hook_check
+    from sglang_reshard.patches import hooks
 
     extended = (Engine, TokenizerControlMixin, Scheduler)
     seen = {
         "version": metadata.version("sglang"),
-        "missing": hook_check.missing_hooks(),
-        "told": hook_check.installed_version(),
-        "hooks": {target: sorted(kind_of(h) for h in hooks) for target, hooks in ours(HookRegistry._hooks).items()},
+        "missing": hooks.missing_hooks(),
+        "told": hooks.installed_version(),
+        "hooks": {target: sorted(map(kind_of, found)) for target, found in ours(HookRegistry._hooks).items()},
         "parameters": {target: parameters(target) for target in ours(HookRegistry._hooks)},
         "methods": [hasattr(c, "update_weights_distributed") for c in extended],
         "received": sent_and_received(),
@@ -69,9 +69,9 @@ def look() -> dict[str, Any]:
         "options": list(options(ServerArgs)),
         "embeddings": embeddings_before_and_after(),
     }
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.no_such_method", hook_check.installed_version)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.no_such_method", hooks.installed_version)
     HookRegistry.apply_hooks()
-    return {**seen, "told of a renamed one": hook_check.installed_version()}
+    return {**seen, "told of a renamed one": hooks.installed_version()}
 
 
 def parameters(target: str) -> list[str]:

@@ -163,7 +163,7 @@ def test_a_cache_that_cannot_be_flushed_after_the_write_is_no_failure_that_left_
 
     monkeypatch.setattr(scheduler, "_refusal", lambda *_: "")
     monkeypatch.setattr(scheduler, "_flush_cache", not_flushed)
-    monkeypatch.setattr(scheduler, "engine_rank", lambda _: (0, 1))
+    monkeypatch.setattr(scheduler.sglang_versions, "engine_rank", lambda _: (0, 1))
     written = Output(success=True, message="written")
     monkeypatch.setattr(scheduler.model_runner, "update_weights_distributed", lambda *_: written)
     asked = msgspec.structs.replace(REQUEST, draft=False, weight_version=None)

@@ -162,7 +162,7 @@ BEFORE = {"sound": ("auto", ""), "missing": ("dummy", ""), "torn": ("auto", "hal
 async def test_a_load_of_sglangs_own_counts_for_what_it_has_done_on_all_ranks(
     engine_class, before, stock, replicas, after
 ):
-    from sglang_reshard.patches import disk_loads, io_struct, request_gate, torn_weights
+    from sglang_reshard.patches import disk_loads, io_struct, request_gate, sound_weights
 
     async def stock_load(_manager, _obj):
         return stock, "SGLang's message.", 0
@@ -173,7 +173,7 @@ async def test_a_load_of_sglangs_own_counts_for_what_it_has_done_on_all_ranks(
     engine = engine_class()
     engine.server_args.load_format, torn = BEFORE[before]
     if torn:
-        torn_weights.mark(engine, torn)
+        sound_weights.mark(engine, torn)
     asked = []
 
     async def communicator(envelope):

@@ -38,11 +38,11 @@ REQUEST = DistributedUpdateWeightsReq(
 @pytest.fixture(scope="module")
 def patches():
     cpu_host.activate(tp_size=1)  # else SGLang, which these import, is no CPU's for the tests that follow
-    from sglang_reshard.patches import tokenizer_manager, torn_weights, weights_info, weights_sharing
+    from sglang_reshard.patches import sound_weights, tokenizer_manager, weights_info, weights_sharing
 
     return SimpleNamespace(
         tokenizer_manager=tokenizer_manager,
-        torn_weights=torn_weights,
+        sound_weights=sound_weights,
         weights_info=weights_info,
         weights_sharing=weights_sharing,
     )
@@ -69,9 +69,9 @@ def test_weights_that_are_being_written_or_unknown_are_not_shared(patches, manag
 
     with patches.weights_info.running(manager, "update 8 is running"):
         assert refusal() == "EngineRefused: update 8 is running"
-    patches.torn_weights.mark(manager, "half of update 8")
+    patches.sound_weights.mark(manager, "half of update 8")
     assert refusal() == "TornWeights: half of update 8"
-    patches.torn_weights.heal(manager)
+    patches.sound_weights.heal(manager)
     patches.weights_info.clear(manager)
     assert "not brought by an update" in refusal()
 

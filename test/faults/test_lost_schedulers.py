@@ -18,8 +18,8 @@ import httpx
 import psutil
 import pytest
 
-from benchmark.demo import tiny_model
 from sglang_reshard.patches.shared_segments import remove
+from sglang_reshard.selftest import tiny_model
 from sglang_reshard.testing import cpu_host
 from support import zygote
 from support.left_behind import Belongings, Watch

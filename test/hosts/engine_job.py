@@ -24,15 +24,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers import AutoConfig, Qwen3ForCausalLM
 
-from benchmark.demo.reference import greedy_tokens
-from benchmark.demo.trainer import TP_PLAN
+from benchmark.reference import greedy_tokens
 from sglang_reshard import MultiEngineSender, UpdateReport, WeightSender
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
 from sglang_reshard.protocol.session import Session
+from sglang_reshard.selftest.digests import read_live_digests
+from sglang_reshard.selftest.trainer import TP_PLAN
 from sglang_reshard.trainer.collectives import broadcast_message
 from support.live_engines import NEW_TOKENS, PROMPTS, greedy, live_engine
-from tools.oracle.digests import read_live_digests
 from tools.oracle.http_engine import HttpEngine
 
 

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from packaging.version import Version
 
-from benchmark.demo import tiny_model
 from sglang_reshard.patches.sglang_versions import NEWEST, OLDEST
+from sglang_reshard.selftest import tiny_model
 from sglang_reshard.testing import cpu_host
 from sglang_reshard.version import __version__
 from support import environments

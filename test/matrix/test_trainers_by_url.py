@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from benchmark.demo import text, tiny_model
-from benchmark.demo.reference import greedy_tokens
+from benchmark.reference import greedy_tokens
+from sglang_reshard.selftest import text, tiny_model
 from sglang_reshard.testing import cpu_host
 from support import environments, nixl_env
 from support.environments import NIXL, Environment

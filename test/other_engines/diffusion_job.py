@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from sglang_reshard import ModuleSender
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.selftest.digests import digest
 from sglang_reshard.testing import cpu_host
-from tools.oracle.digests import digest
 
 WAIT_S = 60
 

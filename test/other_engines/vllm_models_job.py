@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from sglang_reshard.extras.vllm.in_place import refusal
 from sglang_reshard.extras.vllm.target import VLLMModel
 from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.selftest.digests import digest
 from sglang_reshard.trace.program import MayStay
-from tools.oracle.digests import digest
 from tools.oracle.replay import replay
 
 

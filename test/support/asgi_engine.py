@@ -16,9 +16,9 @@ from fastapi import FastAPI
 from sglang.srt.utils.aio_rwlock import RWLock
 from sglang.srt.utils.auth import add_api_key_middleware
 
-from sglang_reshard.patches import http_server, io_struct, tokenizer_manager, torn_weights, weights_info
+from sglang_reshard.patches import http_server, io_struct, sound_weights, tokenizer_manager, weights_info
 from sglang_reshard.patches.attached import attached
-from sglang_reshard.patches.hook_check import Checked
+from sglang_reshard.patches.hooks import Checked
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput as Output
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, ShareWeightsReq, StockLoadReq
 from sglang_reshard.protocol.validation import check_request
@@ -97,7 +97,7 @@ class Engine:
 
     @property
     def torn(self) -> str:
-        return torn_weights.reason(self)
+        return sound_weights.torn(self)
 
     @property
     def under_way(self) -> str:

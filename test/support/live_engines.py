@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sglang_reshard import VerlEngine
 from sglang_reshard.patches.launch import without_torchrun_variables
+from sglang_reshard.selftest.digests import LOADER, read_live_digests
 from sglang_reshard.testing import cpu_host
-from tools.oracle.digests import LOADER, read_live_digests
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 NEW_TOKENS = 8

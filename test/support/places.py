@@ -8,10 +8,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from sglang_reshard.selftest.digests import LOADER
 from sglang_reshard.testing import cpu_host
 from support.hosts import Host, environment
 from support.nixl_env import FOLDER as NIXL_FOLDER
-from tools.oracle.digests import LOADER
 
 TEST = Path(__file__).parents[1]
 _SERVER_PORT, _INIT_PORT, _RENDEZVOUS_PORT = 30000, 25000, 29500

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sglang_reshard.api.remote_engine import RemoteEngine
@@ -132,10 +131,11 @@ class TrainerRank:
 
 def served(ranks: int) -> list[tuple[str, torch.Tensor]]:
     """The demonstration's model under tensor parallelism."""
-    from benchmark.demo import tiny_model
-    from benchmark.demo.trainer import Trainer
+    from sglang_reshard.selftest import tiny_model
+    from sglang_reshard.selftest.layouts import Source
+    from sglang_reshard.selftest.trainer import Trainer
 
-    model = Trainer(tiny_model.config(ranks, ranks), init_device_mesh("cpu", (ranks,))).model
+    model = Trainer(tiny_model.config(ranks, ranks), Source(tp=ranks)).model
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
@@ -143,7 +143,7 @@ def served_values(version: int) -> dict[str, torch.Tensor]:
     """Whole tensors of a version of the demonstration's model for two ranks."""
     from transformers import Qwen3ForCausalLM
 
-    from benchmark.demo import tiny_model
+    from sglang_reshard.selftest import tiny_model
 
     torch.manual_seed(version)
     return dict(Qwen3ForCausalLM(tiny_model.config(2, 2)).named_parameters())

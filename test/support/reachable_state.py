@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_reshard.derived.reachable import numbers_in, tables, tensors_in
-from tools.oracle.digests import digest
+from sglang_reshard.selftest.digests import digest
 
 
 def reachable_state(model: torch.nn.Module) -> dict[str, str]:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmark.demo import children
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.selftest import children
 from sglang_reshard.testing import cpu_host
 from support.servers import free_port
 

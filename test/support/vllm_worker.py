@@ -10,7 +10,7 @@ import vllm._custom_ops as ops
 import vllm.model_executor.layers.utils as layers
 
 from sglang_reshard.extras.vllm.worker import ReshardWorker
-from tools.oracle.digests import digest
+from sglang_reshard.selftest.digests import digest
 
 ops._supports_onednn = False
 layers.check_cpu_sgl_kernel = lambda *_: False

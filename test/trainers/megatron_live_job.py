@@ -10,19 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmark.demo.reference import greedy_tokens
-from sglang_reshard.patches.stock_weights import SERVE_DUMMY
-from sglang_reshard.protocol.messages import decode, encode
+from benchmark.reference import greedy_tokens
+from sglang_reshard.patches.sound_weights import SERVE_DUMMY
 from sglang_reshard.verl.megatron import Megatron
 from support import megatron_bridge
 from support.live_engines import NEW_TOKENS, PROMPTS, greedy, live_digests, live_engine
 from support.megatron_models import Case, checkpoint, load, logits, megatron_models, parallel, reference
-
-
-def all_gather(message: Any, kind: Any) -> list[Any]:
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, encode(message))
-    return [decode(each, kind) for each in everyones]
 
 
 def export(folder: Path, case: Case, version: str) -> dict[str, torch.Tensor]:
@@ -43,16 +36,11 @@ def two_updates(job: dict[str, Any]) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
     options = {"bucket_bytes": 1 << 20, "load_format": "dummy", "skip_tokenizer_init": True, **job["engine"]}
     engine = live_engine(mesh, folder / "1", **options)
-    exchanges: list[Any] = []
-
-    def exchange(message: Any, kind: Any) -> list[Any]:
-        exchanges.append(message)
-        return all_gather(message, kind)
 
     def tokens() -> list[list[int]]:
         return greedy(engine) if generates else []
 
-    source, hf_config = Megatron(exchange), reference(case).config
+    source, hf_config = Megatron(dist.get_world_size()), reference(case).config
     seen: dict[str, Any] = {"reports": [], "digests": [], "tokens": [tokens()], "expected": [], "logits": 0}
     with parallel(case):
         models = megatron_models(case, exported["1"])
@@ -63,14 +51,13 @@ def two_updates(job: dict[str, Any]) -> dict[str, Any]:
             seen["logits"] += same_logits(case, models, version)
             given = source.tensors(trainer)
             assert not copied(given, models)
-            report = engine.update_weights_from_tensor(given, weight_version=version)
+            report = engine.update_weights_from_tensor(given, weight_version=version, partial=True)
             seen["reports"].append(report.as_dict())
             seen["digests"].append(live_digests(engine, folder / f"digests-{version}"))
             seen["tokens"].append(tokens())
             if generates and dist.get_rank() == 0:
                 seen["expected"].append(greedy_tokens(folder / version, PROMPTS, NEW_TOKENS, "float32")[0])
     engine.shutdown()
-    seen["exchanges"] = len(exchanges)
     return seen
 
 

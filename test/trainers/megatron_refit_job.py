@@ -25,7 +25,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 from sglang_reshard import ReshardPlan
-from sglang_reshard.protocol.messages import decode, encode
 from sglang_reshard.sources import ExplicitSharding
 from sglang_reshard.verl.megatron import Megatron
 from support import megatron_bridge
@@ -64,15 +63,14 @@ class Layout:
     pieces: list[Piece]
 
     @classmethod
-    def build(cls, case: Case, rank: int, first: Numbers) -> Layout:
+    def build(cls, case: Case, first: Numbers) -> Layout:
         with parallel(case):
             models = initial_models(case)
             bridge = megatron_bridge.Bridge(case.tied, both_tied=True)
             engine = megatron_bridge.training_engine(models, reference(case).config, bridge)
-            given = Megatron(_all_gather).tensors(engine)
+            listed = Megatron(dist.get_world_size()).tensors(engine)
             described = [shard for model in models for shard in _described(model)]
         first.extend(shard.key for shard in described)
-        listed = [item for item in given if any(True for _ in item[2].shard_map.shards_of(rank))]
         return cls(listed, [_piece(shard, first.of[shard.key], case.vocabulary) for shard in described])
 
     def write(self, version: int) -> None:
@@ -123,12 +121,6 @@ def _piece(shard: ShardedTensor, first: int, vocabulary: int) -> Piece:
     return Piece(shard.key, shard.data.detach()[:rows], numbers[:rows])
 
 
-def _all_gather(message: Any, kind: Any) -> list[Any]:
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, encode(message))
-    return [decode(each, kind) for each in everyones]
-
-
 def move(source: Layout, target: Layout) -> list[str]:
     """Two runs of a plan. Returns what is wrong on this rank."""
     source.write(0)
@@ -154,7 +146,7 @@ def moves(trainer: Trainer, pairs: list[tuple[Case, Case]]) -> list[list[str]]:
     for pair in pairs:
         for side in zip(("source", "target"), pair, strict=True):
             if side not in layouts:
-                layouts[side] = Layout.build(side[1], trainer.rank, numbers)
+                layouts[side] = Layout.build(side[1], numbers)
         found.append(move(layouts["source", pair[0]], layouts["target", pair[1]]))
     return found
 

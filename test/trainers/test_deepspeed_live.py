@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3ForCausalLM
 
-from benchmark.demo.reference import greedy_tokens
+from benchmark.reference import greedy_tokens
 from support.deepspeed_env import FOLDER, import_deepspeed
 from support.live_engines import NEW_TOKENS, PROMPTS, greedy, live_digests, live_engine
 from support.tiny_qwen3 import tiny_qwen3

@@ -20,12 +20,12 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
+from sglang_reshard.selftest.digests import write_json
 from sglang_reshard.sources import adapter_config, adapter_tensors
 from support.live_engines import LORA, live_digests, live_engine
 from support.sglangs import chosen
 from support.trainer_rows import shown
 from support.trainers import run_trainers
-from tools.oracle.digests import write_json
 
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj"]
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -79,8 +79,7 @@ def test_an_engine_follows_megatron_core(case: Case, tmp_path: Path, record_prop
     if case.generates:
         assert [first, second] == seen["expected"]
         assert len({str(tokens) for tokens in (before, first, second)}) == 3
-    # One metadata exchange in all; what is received is what each engine rank lacked, and no more.
-    assert {rank["exchanges"] for rank in [seen, *others]} == {1}
+    # What is received is what each engine rank lacked, and no more.
     prepared, ready = (report["seconds"] for report in seen["reports"])
     assert {"trace", "plan"} <= prepared.keys()
     assert not {"trace", "plan"} & ready.keys()

@@ -55,11 +55,11 @@ CAPABILITIES = (
     *(f"landings.{name}" for name in ("checked", "converting", "shadow")),
     *(f"routes.{name}" for name in ("broadcast", "delta", "disk", "nixl", "p2p", "relay")),
     *(f"sources.{name}" for name in (
-        "converter_slices", "flat", "fsdp", "fsdp1", "fused", "lora", "lora_config", "lora_experts",
-        "megatron_lora", "uneven", "verl_shard_spec", "versions")),
+        "flat", "fsdp", "fsdp1", "fused", "lora", "lora_config", "lora_layers",
+        "megatron_lora", "verl_shard_spec", "versions")),
     *(f"trace.{name}" for name in (
         "block_formats", "block_fp8", "built_modules", "converter_trace", "converting_loader",
-        "folded", "gaps", "initial_values", "kept", "kv_scales", "left_alone", "names_read", "post_load",
+        "folded", "gaps", "initial_values", "kept", "kv_scales", "left_alone", "post_load",
         "quantized_parts", "repack", "scalars", "stock_load")),
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from benchmark.timing import Timed
 from benchmark.trainer import Seen
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.observability.report import RankReport, UpdateReport
-from tools.oracle.digests import differing, digests
+from sglang_reshard.selftest.digests import differing, digests
 
 CASE = Case("test", Qwen3(1, 8, 8, 1, 1, 8, 8), 2, 2)
 REQUIRED = {

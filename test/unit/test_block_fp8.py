@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.block_formats import FP8, Blocks, MxBlocks, quantize_blocks
+from sglang_reshard.trace.block_formats import FP8, MXFP8, Blocks, quantize_blocks
 from sglang_reshard.trace.block_fp8 import _Quantizer
 from sglang_reshard.trace.live_shards import live_shards
-from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
 from support.sweep import examples
@@ -51,7 +51,7 @@ def test_blocks_are_quantized_one_by_one(rows, columns, block, seed):
         assert torch.equal(scales[n], of_blocks)
 
 
-@pytest.mark.parametrize(("blocks", "columns"), [(Blocks(BLOCK), 10), (MxBlocks(), 64)])
+@pytest.mark.parametrize(("blocks", "columns"), [(Blocks(BLOCK), 10), (MXFP8, 64)])
 @pytest.mark.parametrize("chunk", [1, 40, 100, 300, 10_000])
 def test_chunks_do_not_matter(chunk, blocks, columns, monkeypatch):
     monkeypatch.setattr("sglang_reshard.trace.block_fp8._CHUNK", chunk)
@@ -110,7 +110,7 @@ def check(make, weights):
     """Traces, replays the weights, and compares with what the loader does with them in block-fp8; twice."""
     traced, stock = make(), make()
     fill_with_garbage(traced)
-    before, signature = contents(traced), live_signature(traced)
+    before, signature = contents(traced), LiveSignature(traced).current()
     program = trace(traced, specs_of(weights))
     assert contents(traced) == before, "the trace wrote to the model"
     for _ in range(2):
@@ -120,7 +120,7 @@ def check(make, weights):
         with torch.no_grad():
             stock.load_weights(iter(quantized(weights).items()))
         assert contents(traced) == contents(stock)
-        assert live_signature(traced) == signature, "the update moved something"
+        assert LiveSignature(traced).current() == signature, "the update moved something"
         weights = {n: t.flip(0) for n, t in weights.items()}
     return program
 

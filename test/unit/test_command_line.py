@@ -26,7 +26,7 @@ from support.documents import table
 NOWHERE = "http://127.0.0.1:1"
 # Command lines that are right, up to what is not there.
 RIGHT = {
-    "demo": [],
+    "selftest": [],
     "doctor": [],
     "pull": ["--from", NOWHERE, "--to", NOWHERE],
     "follow": [".", "--to", NOWHERE, "--once"],
@@ -39,20 +39,17 @@ KEY_FILES = [(f"--{prefix}api-key-file", "/no/such/file", "cannot be read") for 
 FROM_KEYS = [(option.replace("--", "--from-"), *rest) for option, *rest in (*KEYS, *KEY_FILES)]
 # (option or argument, a wrong value, words of the line); of a flag the value is None.
 WRONG: dict[str, list[tuple[str, str | None, str]]] = {
-    "demo": [
-        ("--source-tp", "0", "--source-tp"),
-        ("--source-tp", "four", "--source-tp"),
-        ("--target-tp", "-1", "--target-tp"),
-        ("--dtype", "float16", "Did you mean 'bfloat16'?"),
-        ("--bucket-mib", "0", "--bucket-mib"),
-        ("--bucket-mib", "nan", "Invalid value"),
-        ("--bucket-mib", "inf", "Invalid value"),
-        ("--bucket-mib", "1e300", "--bucket-mib"),
-        ("--transports", "foo", "auto, ipc, p2p, broadcast, nixl"),
-        ("--transports", "auto,boardcast", "Did you mean 'broadcast'?"),
-        ("--transports", "", "''"),
-        ("--deadline-s", "0", "--deadline-s"),
-        ("--deadline-s", "inf", "Invalid value"),
+    "selftest": [
+        ("--source", "fsdp", "NAME=SIZE"),
+        ("--source", "fdsp=2", "Did you mean 'fsdp'?"),
+        ("--target", "tp=0", "positive"),
+        ("--target", "tp=4,ep=3", "divide tp=4"),
+        ("--model", "no/such/folder", "no/such/folder"),
+        ("--routes", "foo", "auto, ipc, p2p, broadcast, nixl"),
+        ("--routes", "auto,boardcast", "Did you mean 'broadcast'?"),
+        ("--routes", "", "''"),
+        ("--minutes", "0", "--minutes"),
+        ("--minutes", "inf", "Invalid value"),
     ],
     "doctor": [*KEYS, *KEY_FILES, ("--side", "trainr", "Did you mean 'trainer'?")],
     "pull": [
@@ -196,11 +193,6 @@ def test_a_misspelt_command_names_the_nearest() -> None:
     assert "Did you mean 'plan'?" in told(run("plann"), IMPOSSIBLE)
 
 
-def test_the_environment_is_checked_like_options() -> None:
-    assert "SOURCE_TP" in told(run("demo", SOURCE_TP="four"), IMPOSSIBLE)
-    assert "TRANSPORTS" in told(run("demo", TRANSPORTS="foo"), IMPOSSIBLE)
-
-
 @pytest.mark.parametrize("name", ["pull", "follow"])
 def test_a_server_that_does_not_answer_is_a_refusal(name: str, tmp_path: Path) -> None:
     right = RIGHT[name] if name == "pull" else [str(tmp_path), *RIGHT[name][1:]]
@@ -273,7 +265,7 @@ def test_the_help_has_the_exit_codes_and_all_transports() -> None:
     shown = " ".join(run("--help").stdout.split())
     for code, meaning in EXIT_CODES.items():
         assert f"{code} {meaning}" in shown
-    for name in ("pull", "plan", "demo"):
+    for name in ("pull", "plan", "selftest"):
         shown = " ".join(run(name, "--help", COLUMNS="200").stdout.replace("│", " ").split())
         assert "auto, ipc, p2p, broadcast or nixl" in shown
     assert "pp=2" in shown or "pp=2" in run("plan", "--help", COLUMNS="200").stdout

@@ -11,8 +11,8 @@ from benchmark import results
 from benchmark.compare import differences, outcomes
 from benchmark.guard import other_host, worse
 
-FAULTS, ARCHITECTURES, DEMO = (
-    json.loads((results.FOLDER / name).read_text()) for name in ("faults.json", "architectures.json", "demo.json")
+FAULTS, ARCHITECTURES = (
+    json.loads((results.FOLDER / name).read_text()) for name in ("faults.json", "architectures.json")
 )
 
 
@@ -20,24 +20,21 @@ def compared(old, new):
     return list(differences(outcomes(old), outcomes(new)))
 
 
-@pytest.mark.parametrize("found", [FAULTS, ARCHITECTURES, DEMO])
+@pytest.mark.parametrize("found", [FAULTS, ARCHITECTURES])
 def test_a_file_is_like_itself(found):
     assert len(outcomes(found)) > 50
     assert compared(found, copy.deepcopy(found)) == []
 
 
 def test_seconds_and_words_are_no_outcome():
-    faults, architectures, demo = map(copy.deepcopy, (FAULTS, ARCHITECTURES, DEMO))
+    faults, architectures = map(copy.deepcopy, (FAULTS, ARCHITECTURES))
     faults[0]["commit"] = "another"
     for row in faults[1:]:
         row["detect_s"] = 17.0
-    demo["updates"][0]["seconds"]["total"] = 1e3
-    demo["updates"][0]["engine_ranks"][3] |= {"peak_extra_bytes": 1, "seconds": {}}
-    demo["updates"][0]["transport_reason"] = "other words"
     for architecture in architectures["architectures"].values():
         for run in architecture["runs"].values():
             run["why"] = "other words"
-    assert compared(FAULTS, faults) == compared(ARCHITECTURES, architectures) == compared(DEMO, demo) == []
+    assert compared(FAULTS, faults) == compared(ARCHITECTURES, architectures) == []
 
 
 def test_another_outcome_of_a_fault_is_named():
@@ -65,26 +62,20 @@ def test_of_random_faults_only_an_outcome_never_seen_differs():
     assert "silent mix" in line
 
 
-def test_a_rank_of_an_architecture_and_a_claim_of_the_demo_count():
-    architectures, demo = copy.deepcopy(ARCHITECTURES), copy.deepcopy(DEMO)
+def test_a_rank_of_an_architecture_counts():
+    architectures = copy.deepcopy(ARCHITECTURES)
     name, entry = next((n, e) for n, e in architectures["architectures"].items() if e["runs"])
     run = next(iter(entry["runs"].values()))
     run["ranks"]["0"] = "failed"
     (line,) = compared(ARCHITECTURES, architectures)
     assert line.startswith(f"{name}, runs, ")
-    demo["updates"][1]["engine_ranks"][5]["received_bytes"] += 1
-    demo["claims"]["bit_exact"] = False
-    assert [line.split(":")[0] for line in compared(DEMO, demo)] == [
-        "claims, bit_exact",
-        "updates, 1, engine_ranks, 5, received_bytes",
-    ]
 
 
 def test_the_command_exits_with_1_on_a_difference(tmp_path):
-    new = copy.deepcopy(DEMO)
-    new["claims"]["updated"] = False
+    new = copy.deepcopy(FAULTS)
+    new[1]["outcome"] = "hang"
     paths = [tmp_path / "old.json", tmp_path / "new.json"]
-    for path, found in zip(paths, (DEMO, new), strict=True):
+    for path, found in zip(paths, (FAULTS, new), strict=True):
         path.write_text(json.dumps(found))
     for other, status in ((paths[0], 0), (paths[1], 1)):
         command = [sys.executable, "-m", "benchmark.compare", str(paths[0]), str(other)]

@@ -239,7 +239,7 @@ def test_the_default_of_interface_is_said_of_each_sender():
 
 
 def test_the_order_of_engine_ranks_is_the_codes_own():
-    formula = re.search(r"rank = (.*)", (ROOT / "patches" / "engine_rank.py").read_text())[1]
+    formula = re.search(r"rank = (.*)", (ROOT / "patches" / "sglang_versions.py").read_text())[1]
     assert formula in text("docs/compatibility.md")
     short = {
         "data parallel rank": "dp",
@@ -261,7 +261,7 @@ def test_the_table_of_verls_settings_has_all_of_them_and_their_defaults(monkeypa
     settings = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, settings)  # where dataclasses look for it
     spec.loader.exec_module(settings)
-    there = settings.Settings.defaults()
+    there = {name: default for name, _, default in settings._table()}
     assert told.keys() == there.keys()
     others = there.keys() - {"ignore", "frozen", "interface"}
     assert {n: told[n] for n in others} == {n: str(there[n]).removesuffix(".0") for n in others}
@@ -276,7 +276,7 @@ def test_a_finding_of_the_doctor_is_the_codes_own(finding):
 RUN_BY = {
     r"make (setup|lint|test|setup-newest|setup-nixl)": ".ci/run",
     r"make test PYTEST_ARGS=test/unit": ".ci/run",
-    r"(.* )?make demo( .*)?|(\.venv/bin/)?sglang-reshard demo( .*)?": "test/engine/test_demo_run.py",
+    r"make demo( .*)?|(\.venv/bin/)?sglang-reshard selftest( .*)?": "test/engine/test_selftest_run.py",
     r"sglang-reshard (--version|COMMAND --help)": "test/unit/test_command_line.py",
     r"sglang-reshard report( .*)?": "test/unit/test_report_page.py",
     r"make test-verl|\.venv/bin/python -m pytest test/verl/.*": "test/verl/test_megatron.py",

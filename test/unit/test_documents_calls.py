@@ -182,5 +182,5 @@ def test_examples_are_programs(script: str) -> None:
     if script.endswith(".py"):
         compile(text, script, "exec")
         return
-    for path in re.findall(r"(?<![\w./-])((?:examples|demo|benchmark)/[\w./-]+\.\w+)", text):
+    for path in re.findall(r"(?<![\w./-])((?:examples|benchmark)/[\w./-]+\.\w+)", text):
         assert Path(ROOT, path).exists(), path

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
-from sglang_reshard.trace.block_formats import FP8, Nvfp4Blocks, quantize_nvfp4
+from sglang_reshard.trace.block_formats import FP8, NVFP4, quantize_nvfp4
 from sglang_reshard.trace.block_fp8 import _Quantizer
 from sglang_reshard.trace.built_modules import remember
 from sglang_reshard.trace.tracer import trace
@@ -205,7 +205,7 @@ def test_chunks_do_not_matter(chunk, monkeypatch):
     monkeypatch.setattr("sglang_reshard.trace.block_fp8._CHUNK", chunk)
     weights, whole = random(3, 13, 64), torch.tensor([0.01, 0.02, 0.001])
     packed, scales = quantize_nvfp4(weights, whole)
-    quantizer = _Quantizer(weights.clone(), Nvfp4Blocks())
+    quantizer = _Quantizer(weights.clone(), NVFP4)
     quantizer.whole += [whole[:1], whole[1:]]
     quantizer.run()
     assert torch.equal(quantizer.quantized, packed)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_reshard.patches import memory_saver, model_runner
+from sglang_reshard.patches import model_runner
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.engine_transfers import EngineTransfers, _Prepared
 from sglang_reshard.trainer.publisher import ShardPublisher
@@ -27,8 +27,8 @@ class Receiver:
 def test_receivers_are_told_before_the_memory_saver_releases_weights(monkeypatch, told, tag, released):
     receivers = [Receiver(fails=True), Receiver()]
     monkeypatch.setattr(model_runner, "receivers", receivers)
-    memory_saver.before_pause(object(), tag=tag)
-    memory_saver.before_pause(object(), tag)
+    model_runner.before_pause(object(), tag=tag)
+    model_runner.before_pause(object(), tag)
     assert [receiver.released for receiver in receivers] == [2 * released] * 2
     assert len([r for r in told.records if "could not be dropped before" in r.message]) == 2 * released
 

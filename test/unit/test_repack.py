@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
 from sglang_reshard.trace.block_formats import quantize_blocks
 from sglang_reshard.trace.built_modules import note_copies, remember
-from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace
 from support.toy_repacking import (
     BlockLinear,
@@ -33,12 +33,12 @@ def differing(model, other):
 
 def test_an_update_leaves_what_a_start_leaves_and_keeps_addresses():
     model = started(Repacking(LAYERS, ROWS), weights(1, LAYERS, ROWS))
-    before, signature = dict(live_tensors(model)), live_signature(model)
+    before, signature = dict(live_tensors(model)), LiveSignature(model).current()
     for version in (2, 3):
         given = weights(version, LAYERS, ROWS)
         replay(trace(model, specs_of(given)), given)
         assert differing(model, started(Repacking(LAYERS, ROWS), given)) == []
-    assert live_signature(model) == signature
+    assert LiveSignature(model).current() == signature
     assert all(live_tensors(model)[name] is t for name, t in before.items() if not name.endswith("largest"))
 
 

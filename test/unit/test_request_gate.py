@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_reshard.errors import TornWeights, WeightsMissing
-from sglang_reshard.patches import request_gate, stock_weights, torn_weights, weights_info
+from sglang_reshard.patches import request_gate, sound_weights, weights_info
 from sglang_reshard.patches.http_server import RefusalMiddleware
 from test_weights_info import REQUEST
 
@@ -42,7 +42,7 @@ def test_an_engine_on_dummy_weights_refuses_until_an_update_has_written():
     it = manager()
     with pytest.raises(WeightsMissing, match="started on dummy weights"):
         request_gate.refuse_on_arrival(it)
-    stock_weights.written(it)
+    sound_weights.written(it)
     request_gate.refuse_on_arrival(it)
 
 
@@ -52,7 +52,7 @@ def test_an_engine_with_a_checkpoint_refuses_once_it_has_released_its_weights():
     release(it, "weights")
     with pytest.raises(WeightsMissing, match="has released its weights"):
         request_gate.refuse_on_arrival(it)
-    stock_weights.written(it)
+    sound_weights.written(it)
     assert request_gate.refusal(it) is None
     release(it, "weights")
     assert kind(it) is WeightsMissing
@@ -73,15 +73,15 @@ def test_a_session_of_sglang_that_only_begins_brings_none():
 
 
 def test_a_switch_serves_dummy_weights(monkeypatch):
-    monkeypatch.setenv(stock_weights.SERVE_DUMMY, "1")
+    monkeypatch.setenv(sound_weights.SERVE_DUMMY, "1")
     assert request_gate.refusal(manager()) is None
 
 
 def test_torn_weights_come_before_missing_ones():
     it = manager()
-    torn_weights.mark(it, "half of update 1")
+    sound_weights.mark(it, "half of update 1")
     assert kind(it) is TornWeights
-    torn_weights.heal(it)
+    sound_weights.heal(it)
     assert kind(it) is WeightsMissing
 
 
@@ -131,7 +131,7 @@ def test_a_stream_that_has_begun_is_broken_off():
     async def endpoint(_scope, _receive, send):
         for message in (START, {"type": "http.response.body", "body": b"tokens", "more_body": True}):
             await send(message)
-        torn_weights.mark(it, "half of update 7")
+        sound_weights.mark(it, "half of update 7")
         request_gate.refuse_on_arrival(it)
 
     statuses, data, error = asked(endpoint, it)
@@ -144,8 +144,8 @@ def test_a_server_answers_503_until_it_has_weights(path):
     statuses, data, error = asked(requesting(it), it, path)
     told = json.loads(data)["error"]
     assert (statuses, told["type"], error) == ([503], "WeightsMissing", None)
-    assert stock_weights.SERVE_DUMMY in told["message"]
-    stock_weights.written(it)
+    assert sound_weights.SERVE_DUMMY in told["message"]
+    sound_weights.written(it)
     assert asked(requesting(it), it, path) == ([200], b"token", None)
 
 
@@ -159,7 +159,7 @@ def test_the_first_request_of_a_server_that_starts_passes():
 def test_a_server_that_waits_for_weights_before_it_is_ready_is_told_of_them():
     it = manager(status=STARTING, initial_weights_loaded=False)
     assert asked(requesting(it), it)[0] == [503]
-    stock_weights.written(it)
+    sound_weights.written(it)
     assert it.initial_weights_loaded
     assert asked(requesting(it), it) == ([200], b"token", None)
 
@@ -168,14 +168,14 @@ def test_a_server_that_waits_for_weights_before_it_is_ready_is_told_of_them():
 
 
 def told(it):
-    request = stock_weights.told(it, REQUEST)
+    request = sound_weights.told(it, REQUEST)
     return request.stock_changes, request.stock_loaded
 
 
 def test_weights_that_are_released_are_lost_and_a_load_from_disk_brings_them():
     it = manager()
     assert told(it) == (1, False)
-    stock_weights.loaded(it)
+    sound_weights.loaded(it)
     assert told(it) == (2, True)
     for tags, expected in ((["kv_cache"], (2, True)), (["weights"], (3, False)), ([], (4, False))):  # no tags: all
         release(it, *tags)

@@ -22,7 +22,7 @@ def test_those_that_are_refused_are_those_of_the_code() -> None:
 
 
 def test_those_that_tests_run_are_in_tests() -> None:
-    folders = [ROOT / name for name in ("test", "benchmark/demo", "python/sglang_reshard/testing")]
+    folders = [ROOT / name for name in ("test", "python/sglang_reshard/selftest", "python/sglang_reshard/testing")]
     words = {word for folder in folders for file in folder.rglob("*.py") for word in words_of(file.read_text())}
     assert [name for name in listed()["Run by tests"] if name not in words] == []
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.patches import hook_check, sglang_versions
+from sglang_reshard.patches import hooks, sglang_versions
 from sglang_reshard.version import VERSION_KEY, __version__
 
 # -- versions
@@ -117,12 +117,12 @@ def test_a_difference_is_read_on_either_side_of_it(found: Any, expected: Any) ->
 
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook_check, "installed_version", lambda: __version__)
+    monkeypatch.setattr(hooks, "installed_version", lambda: __version__)
 
 
 @pytest.mark.usefixtures("whole")
 def test_an_engine_that_carries_them_throughout_may_be_updated() -> None:
-    assert hook_check.mismatch([{VERSION_KEY: __version__}] * 2) == ""
+    assert hooks.mismatch([{VERSION_KEY: __version__}] * 2) == ""
 
 
 @pytest.mark.usefixtures("whole")
@@ -138,12 +138,12 @@ def test_an_engine_that_carries_them_throughout_may_be_updated() -> None:
     ],
 )
 def test_a_process_without_them_is_named(state: dict[str, str], says: str) -> None:
-    assert hook_check.mismatch([{VERSION_KEY: __version__}, state]).startswith(f"{says}, where {__version__} is needed")
+    assert hooks.mismatch([{VERSION_KEY: __version__}, state]).startswith(f"{says}, where {__version__} is needed")
 
 
 def test_so_is_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook_check, "installed_version", lambda: f"{__version__} without a.hook")
-    assert "the tokenizer manager has" in hook_check.mismatch([{VERSION_KEY: __version__}])
+    monkeypatch.setattr(hooks, "installed_version", lambda: f"{__version__} without a.hook")
+    assert "the tokenizer manager has" in hooks.mismatch([{VERSION_KEY: __version__}])
 
 
 def test_sglang_s_own_refusals_of_online_updates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
+from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
 from toy_loader import Toy, contents
@@ -25,14 +25,14 @@ def refused(load, error, *words, specs=(T,), model=None, **parameters):
     """The trace raises `error` with these words in it, and nothing of the model has changed."""
     model = model or Toy(load, **(parameters or {"w": (4, 8)}))
     fill_with_garbage(model)
-    before, signature = contents(model), live_signature(model)
+    before, signature = contents(model), LiveSignature(model).current()
     attributes = {p: dict(vars(m)) for p, m in model.named_modules()}
     with pytest.raises(error) as caught:
         trace(model, list(specs))
     for word in words:
         assert word in str(caught.value)
     assert contents(model) == before
-    assert live_signature(model) == signature
+    assert LiveSignature(model).current() == signature
     assert {p: dict(vars(m)) for p, m in model.named_modules()} == attributes
     return caught.value
 

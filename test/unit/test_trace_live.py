@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_reshard.trace.live_signature import LiveSignature, live_signature
+from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.trace.tracer import trace
 from tools.oracle.replay import replay
 from toy_loader import specs_of
@@ -15,10 +15,10 @@ from toy_loader import specs_of
 
 def test_a_second_path_to_a_tensor_changes_nothing():
     model = torch.nn.Linear(3, 2)
-    before = live_signature(model)
+    before = LiveSignature(model).current()
     model.kept_too = model.weight.data  # as MLA keeps one from its first forward on
-    assert live_signature(model) == before
-    assert live_signature(torch.nn.Linear(3, 2)) != before
+    assert LiveSignature(model).current() == before
+    assert LiveSignature(torch.nn.Linear(3, 2)).current() != before
 
 
 def test_tensors_under_keys_that_read_alike_are_two():
@@ -96,10 +96,10 @@ def test_every_change_is_seen(change):
     model = model_of_all_kinds()
     remembered = LiveSignature(model)
     before = remembered.current()
-    assert before == live_signature(model)
+    assert before == LiveSignature(model).current()
     exec(change, globals(), {"model": model})
-    assert live_signature(model) != before
-    assert remembered.current() == live_signature(model)
+    assert LiveSignature(model).current() != before
+    assert remembered.current() == LiveSignature(model).current()
 
 
 @pytest.mark.parametrize("change", NOTHING)
@@ -108,7 +108,7 @@ def test_where_nothing_changed_no_module_is_walked(monkeypatch, change):
     remembered = LiveSignature(model)
     before = remembered.current()
     exec(change, globals(), {"model": model})
-    monkeypatch.setattr("sglang_reshard.trace.live_signature.live_tensors", None)  # a call would fail
+    monkeypatch.setattr("sglang_reshard.derived.live_signature.live_tensors", None)  # a call would fail
     assert remembered.current() == before
 
 
@@ -118,7 +118,7 @@ def test_a_change_that_does_not_count_is_looked_at_once(monkeypatch):
     before = remembered.current()
     model.later = model.first.weight.data
     assert remembered.current() == before
-    monkeypatch.setattr("sglang_reshard.trace.live_signature.live_tensors", None)
+    monkeypatch.setattr("sglang_reshard.derived.live_signature.live_tensors", None)
     assert remembered.current() == before
 
 
@@ -128,9 +128,9 @@ def test_a_tensor_that_has_no_address_does_no_harm():
     before = remembered.current()
     model.kept = torch.eye(2).to_sparse()
     without = remembered.current()
-    assert without == live_signature(model) != before
+    assert without == LiveSignature(model).current() != before
     model.kept = torch.zeros(6)
-    assert remembered.current() == live_signature(model) != without
+    assert remembered.current() == LiveSignature(model).current() != without
 
 
 def test_what_the_model_drops_is_not_kept():
@@ -141,4 +141,4 @@ def test_what_the_model_drops_is_not_kept():
     del model.first, model.kept
     gc.collect()
     assert [reference() for reference in dropped] == [None, None, None]
-    assert remembered.current() == live_signature(model)
+    assert remembered.current() == LiveSignature(model).current()

@@ -10,7 +10,7 @@ import pytest
 from sglang_reshard.control import Address
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.observability.report import RankReport
-from sglang_reshard.patches import torn_weights, weights_info
+from sglang_reshard.patches import sound_weights, weights_info
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
 from sglang_reshard.version import PROTOCOL, __version__
@@ -92,7 +92,7 @@ def released(*tags, everything=False):
     [
         (lambda it: None, ALL),
         (lambda it: setattr(it, "is_pause", True), msgspec.structs.replace(ALL, paused=True)),
-        (lambda it: torn_weights.mark(it, "half"), msgspec.structs.replace(NOTHING, torn="half")),
+        (lambda it: sound_weights.mark(it, "half"), msgspec.structs.replace(NOTHING, torn="half")),
         (by_others(succeeds), NOTHING),
         (by_others(fails), NOTHING),
         (by_others(overlaps), NOTHING),

@@ -2,9 +2,9 @@
 
 import torch
 
+from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.live import live_tensors
-from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
 from tools.oracle.replay import replay
@@ -40,10 +40,10 @@ def check(make, weights):
     """Trace, replay, and compare with what the loader does itself; twice, as updates repeat. The program."""
     traced, stock = make(), make()
     fill_with_garbage(traced)
-    before, signature = contents(traced), live_signature(traced)
+    before, signature = contents(traced), LiveSignature(traced).current()
     program = trace(traced, specs_of(weights))
     assert contents(traced) == before, "the trace wrote to the model"
-    assert live_signature(traced) == signature, "the trace moved something"
+    assert LiveSignature(traced).current() == signature, "the trace moved something"
     for _ in range(2):
         fill_with_garbage(traced)
         fill_with_garbage(stock)
@@ -51,6 +51,6 @@ def check(make, weights):
         with torch.no_grad():
             stock.load_weights(iter([(n, t.clone()) for n, t in weights.items()]))
         assert contents(traced) == contents(stock)
-        assert live_signature(traced) == signature, "the update moved something"
+        assert LiveSignature(traced).current() == signature, "the update moved something"
         weights = {n: t.flip(0) if t.dim() else -t for n, t in weights.items()}
     return program

@@ -11,12 +11,12 @@ from typing import Any
 import ray
 import torch
 
-from benchmark.demo import text, verl_run
-from benchmark.demo.reference import greedy_tokens
+from benchmark.reference import greedy_tokens
 from job_replica import JobReplica
 from job_trainer import JobTrainer
+from sglang_reshard.selftest import text, verl_run
+from sglang_reshard.selftest.digests import LOADER
 from sglang_reshard.testing.cpu_host import verl_settings
-from tools.oracle.digests import LOADER
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 LONG = 200  # tokens; takes seconds

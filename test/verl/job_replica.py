@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from tools.oracle.digests import read_live_digests
+from sglang_reshard.selftest.digests import read_live_digests
 from tools.oracle.http_engine import HttpEngine
 
 
@@ -43,5 +43,5 @@ class JobReplica:
         return [list(output.token_ids) for output in ray.get([self.ask(p, new_tokens) for p in prompts])]
 
     def live_digests(self, folder: Path) -> list[dict[str, str]]:
-        """Of all live tensors, by engine rank. The server has to allow `tools.oracle.digests.LOADER`."""
+        """Of all live tensors, by engine rank. The server has to allow `sglang_reshard.selftest.digests.LOADER`."""
         return read_live_digests(HttpEngine(self.replica.server_address, self.tp_size), folder)

@@ -12,9 +12,9 @@ from typing import Any
 
 import ray
 
-from benchmark.demo import text
 from job import PROMPTS, a_job, expected_tokens
 from sglang_reshard import RemoteEngine
+from sglang_reshard.selftest import text
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_on_cpu.py"
 

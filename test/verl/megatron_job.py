@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from verl.workers.engine.megatron.delta_export import McoreParamExport, build_export_index, mcore_hf_delta_entry
 
+from sglang_reshard.layout.union import union
 from sglang_reshard.protocol.messages import decode, encode
-from sglang_reshard.sources import TrainerState, describe
+from sglang_reshard.sources import SourceLayout, TrainerState, describe
 from sglang_reshard.sources.memory_identity import MemoryIdentity
 from sglang_reshard.verl.megatron import Megatron
 from support import megatron_bridge
@@ -35,8 +36,7 @@ MakeBridge = Callable[[Case, Any, list[Any]], Any]
 def examine(trainer: Trainer, case: Case, make_bridge: MakeBridge) -> dict[str, Any]:
     model = reference(case)
     expected = checkpoint(model)
-    exchanges: list[Any] = []
-    source = Megatron(lambda message, kind: exchanged(message, kind, exchanges))
+    source = Megatron(trainer.size)
     with parallel(case):
         models = megatron_models(case, expected)
         with torch.no_grad():
@@ -46,7 +46,7 @@ def examine(trainer: Trainer, case: Case, make_bridge: MakeBridge) -> dict[str, 
         engine = megatron_bridge.training_engine(models, model.config, make_bridge(case, model, models))
         given = source.tensors(engine)
         index = build_export_index(engine.bridge, engine.module, {})
-    state = describe(given, trainer_rank=trainer.rank, global_ranks=tuple(range(trainer.size)))
+    state = of_all_ranks(trainer, given)
     wrong = [
         *not_in_place(index, given),
         *not_assembled(trainer, state, expected),
@@ -57,22 +57,23 @@ def examine(trainer: Trainer, case: Case, make_bridge: MakeBridge) -> dict[str, 
     if not MemoryIdentity(given).unchanged(source.tensors(engine)):
         wrong.append("the same weights are news")
     wrong += after_offload(source, engine, trainer, expected)
-    if len(exchanges) != 1:
-        wrong.append(f"{len(exchanges)} exchanges")
     pieces = sum(len(state.layout.shard_map(tensor).shards) for tensor in state.layout.tensors)
     return {
         "wrong": wrong,
-        "tensors": len(given),
+        "tensors": len(state.layout.tensors),
         "pieces": pieces,
         "logits": ours is not None,
     }
 
 
-def exchanged(message: Any, kind: Any, exchanges: list[Any]) -> list[Any]:
-    exchanges.append(message)
-    everyones: list[Any] = [None] * RANKS
-    dist.all_gather_object(everyones, encode(message))
-    return [decode(each, kind) for each in everyones]
+def of_all_ranks(trainer: Trainer, given: list[Any]) -> TrainerState:
+    """This rank's tensors in the layout of all ranks, as in an update with partial=True."""
+    own = describe(given, trainer_rank=trainer.rank, global_ranks=tuple(range(trainer.size)), partial=True)
+    layouts: list[Any] = [None] * trainer.size
+    dist.all_gather_object(layouts, encode(own.layout))
+    distinct = list(dict.fromkeys(layouts))
+    numbers = [distinct.index(layout) for layout in layouts]
+    return own.within(union([decode(layout, SourceLayout) for layout in distinct], numbers))
 
 
 def not_in_place(index: list[McoreParamExport], given: list[Any]) -> list[str]:
@@ -136,7 +137,7 @@ def after_offload(source: Megatron, engine: Any, trainer: Trainer, expected: dic
     for model in engine.module:
         for parameter in model.parameters():
             parameter.data = parameter.data * 2
-    state = describe(source.tensors(engine), trainer_rank=trainer.rank, global_ranks=tuple(range(trainer.size)))
+    state = of_all_ranks(trainer, source.tensors(engine))
     twice = {name: tensor * 2 for name, tensor in expected.items()}
     return [f"after offload: {why}" for why in not_assembled(trainer, state, twice)]
 

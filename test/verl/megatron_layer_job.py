@@ -44,8 +44,7 @@ RANKS = 4
 def examine(trainer: Any, tp: int) -> list[str]:
     import torch
 
-    from megatron_job import exchanged, not_assembled
-    from sglang_reshard.sources import describe
+    from megatron_job import not_assembled, of_all_ranks
     from sglang_reshard.verl.megatron import Megatron
     from support.megatron_models import Case, parallel
 
@@ -68,8 +67,8 @@ def examine(trainer: Any, tp: int) -> list[str]:
                 hf_config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=5))
             ),
         )
-        given = Megatron(lambda message, kind: exchanged(message, kind, [])).tensors(engine)
-        state = describe(given, trainer_rank=trainer.rank, global_ranks=tuple(range(trainer.size)))
+        given = Megatron(trainer.size).tensors(engine)
+        state = of_all_ranks(trainer, given)
         # Norms are stored less one, which rounds.
         for name, tensor, _ in given:
             if name.endswith("norm.weight"):

@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from benchmark.demo import tiny_model, verl_run
+from sglang_reshard.selftest import tiny_model, verl_run
 from support.live_memory import differing
 from tools.oracle import stock_digests
 

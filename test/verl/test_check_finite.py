@@ -48,7 +48,7 @@ def test_nothing_is_sent_of_a_tensor_with_a_nan(one_rank: None, monkeypatch: pyt
 
     @contextmanager
     def tensors(_: Any, engine: Any) -> Iterator[Any]:
-        yield [("w", weight)], False
+        yield [("w", weight)], False, False
 
     monkeypatch.setattr(replica_sender, "MultiEngineSender", lambda *_, **__: sender)
     monkeypatch.setattr(replica_sender.EngineShards, "tensors", tensors)

@@ -12,6 +12,8 @@ from sglang_reshard.protocol.weights_info import WeightsInfo
 from sglang_reshard.verl import replica_weights
 from sglang_reshard.verl.replica_weights import LeftOut, pull_weights
 
+BOTH = {"a": "u/a", "b": "u/b"}
+
 
 class Servers:
     """Versions by URL; "" for one that was never updated. `refusing` take nothing, `dead` do not answer.
@@ -66,7 +68,7 @@ def wait(left_out: LeftOut) -> tuple[str, ...]:
 def test_one_that_has_taken_the_weights_is_back(servers: Servers) -> None:
     servers.versions = {"u/a": "7", "u/b": "6"}
     left_out = LeftOut()
-    left_out.sync_ended("ab", {"b": "EngineRefused: offloaded"}, "u/{}".format)
+    left_out.sync_ended(BOTH, {"b": "EngineRefused: offloaded"})
     assert wait(left_out) == ()
     assert servers.pulls == [("u/a", "u/b")]
     assert servers.versions["u/b"] == "7"
@@ -75,23 +77,23 @@ def test_one_that_has_taken_the_weights_is_back(servers: Servers) -> None:
 def test_one_that_cannot_take_them_stays_out_and_is_asked_after_each_sync(servers: Servers) -> None:
     servers.versions, servers.refusing = {"u/a": "7", "u/b": "6"}, {"u/b"}
     left_out = LeftOut()
-    left_out.sync_ended("ab", {"b": "why"}, "u/{}".format)
+    left_out.sync_ended(BOTH, {"b": "why"})
     assert wait(left_out) == ("b",)
     servers.versions["u/a"] = "8"
-    left_out.sync_ended("ab", {}, "u/{}".format)
+    left_out.sync_ended(BOTH, {})
     assert wait(left_out) == ("b",)
     assert len(servers.pulls) == 2
     servers.refusing.clear()
-    left_out.sync_ended("ab", {}, "u/{}".format)
+    left_out.sync_ended(BOTH, {})
     assert wait(left_out) == ()
 
 
 def test_one_that_was_removed_is_forgotten(servers: Servers) -> None:
     servers.versions, servers.dead = {"u/a": "7"}, {"u/b"}
     left_out = LeftOut()
-    left_out.sync_ended("ab", {"b": "why"}, "u/{}".format)
+    left_out.sync_ended(BOTH, {"b": "why"})
     assert wait(left_out) == ("b",)
-    left_out.sync_ended("a", {}, "u/{}".format)
+    left_out.sync_ended({"a": "u/a"}, {})
     assert wait(left_out) == ()
 
 
@@ -119,7 +121,7 @@ def test_an_equal_version_alone_heals_nothing(
 ) -> None:
     servers.versions, servers.info = {"u/a": "7", "u/b": "7"}, {"u/a": live, "u/b": own}
     left_out = LeftOut()
-    left_out.sync_ended("ab", {"b": "EngineUnreachable: its answer was lost"}, "u/{}".format)
+    left_out.sync_ended(BOTH, {"b": "EngineUnreachable: its answer was lost"})
     assert wait(left_out) == ()
     assert servers.pulls == ([] if same else [("u/a", "u/b")])
 

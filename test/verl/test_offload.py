@@ -42,10 +42,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         yield gpu
 
 
-def alone(message: Any, kind: type) -> list[Any]:
-    return [message]
-
-
 # -- Megatron
 
 
@@ -115,14 +111,14 @@ def _not_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seen(shards: EngineShards, engine: Any) -> tuple[dict[str, torch.Tensor], bool]:
-    with shards.tensors(engine) as (rows, temporary):
+    with shards.tensors(engine) as (rows, temporary, _):
         return {name: tensor for name, tensor, _ in rows}, temporary
 
 
 @pytest.mark.usefixtures("_not_fsdp2")
 def test_megatrons_parameters_are_read_in_verls_host_copy(megatron: Any, gpu: Gpu) -> None:
     """Points 2 and 10 of the rules of GPUs: it is verl's memory of the last step, at the same address every time."""
-    shards = EngineShards(alone)
+    shards = EngineShards(1)
     addresses = []
     for step in range(2):
         flat = megatron.chunk.buffers[0].param_data
@@ -143,12 +139,12 @@ def test_megatrons_parameters_are_read_in_verls_host_copy(megatron: Any, gpu: Gp
 
 @pytest.mark.usefixtures("_not_fsdp2")
 def test_megatrons_parameters_on_the_gpu_are_freed_after_the_sync(megatron: Any) -> None:
-    found, temporary = seen(EngineShards(alone), megatron)
+    found, temporary = seen(EngineShards(1), megatron)
     assert temporary
     assert megatron.moves == []
     assert found["hf.layer"].data_ptr() == megatron.chunk.module.layer.data_ptr()
     megatron.is_param_offload_enabled = False
-    assert not seen(EngineShards(alone), megatron)[1]
+    assert not seen(EngineShards(1), megatron)[1]
 
 
 @pytest.mark.usefixtures("_not_fsdp2")
@@ -160,12 +156,10 @@ def test_megatrons_parameters_without_a_copy_like_them_are_loaded_as_verl_does(
     megatron.moves.clear()
     flat = megatron.chunk.buffers[0].param_data
     if unknown == "no copy":
-        monkeypatch.setattr(
-            engine_shards.megatron.OffloadedParameters, "__init__", lambda self, chunks: vars(self).update(_copies={})
-        )
+        monkeypatch.setattr(engine_shards.megatron, "values_of", lambda chunks: lambda parameter: parameter.data)
     else:
         flat.cpu_data, kept = flat.cpu_data.double(), flat.cpu_data
-    with EngineShards(alone).tensors(megatron) as (rows, temporary):
+    with EngineShards(1).tensors(megatron) as (rows, temporary, _):
         assert megatron.moves == ["cuda"]
         assert temporary
         if unknown == "no copy":
@@ -180,7 +174,7 @@ def test_a_megatron_parameter_that_something_else_has_freed_is_named(megatron: A
     megatron.is_param_offload_enabled = False
     megatron.chunk.module.layer.untyped_storage().resize_(0)
     with pytest.raises(Unsupported, match=r"module\.embedding has no memory on this trainer rank.*Load the parameters"):
-        seen(EngineShards(alone), megatron)
+        seen(EngineShards(1), megatron)
 
 
 # -- FSDP2
@@ -205,7 +199,7 @@ def fsdp2(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
 def test_fsdp2s_offloaded_parameters_are_read_on_the_host(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     engine = fsdp2(monkeypatch)
     gpu.on_host = list(engine.module.parameters())
-    with EngineShards(alone).tensors(engine) as (rows, temporary):
+    with EngineShards(1).tensors(engine) as (rows, temporary, _):
         assert [row[1].data_ptr() for row in rows] == [p.data_ptr() for p in engine.module.parameters()]
     assert (engine.moves, temporary) == ([], False)
 
@@ -214,10 +208,10 @@ def test_fsdp2s_parameters_on_the_gpu_are_freed_after_the_sync_if_verl_offloads_
     monkeypatch: pytest.MonkeyPatch, gpu: Gpu
 ) -> None:
     engine = fsdp2(monkeypatch)
-    with EngineShards(alone).tensors(engine) as (_, temporary):
+    with EngineShards(1).tensors(engine) as (_, temporary, _):
         assert temporary
     engine.is_param_offload_enabled = False
-    with EngineShards(alone).tensors(engine) as (_, temporary):
+    with EngineShards(1).tensors(engine) as (_, temporary, _):
         assert not temporary
     assert engine.moves == []
 

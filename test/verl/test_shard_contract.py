@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -22,9 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
+from sglang_reshard.errors import ReshardError, Unsupported
 from sglang_reshard.sources import TrainerState, describe, fused_slices
 from sglang_reshard.verl.shard_contract import ShardContract
+from support.partial_states import of_all_ranks
 
 EXPERTS, INNER, HIDDEN, LAYER = 4, 6, 5, "model.layers.3.mlp"
 EP, FSDP = 2, 3
@@ -51,38 +50,9 @@ class Engine:
         return iter(self.exported), None
 
 
-class World:
-    """An exchange between trainer ranks that are threads."""
-
-    def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks, timeout=30)
-        self._said: list[Any] = [None] * ranks
-        self.rounds = 0
-
-    def exchange(self, rank: int) -> Callable[[Any, type], list[Any]]:
-        def call(message: Any, kind: type) -> list[Any]:
-            self._said[rank] = message
-            self._barrier.wait()
-            heard = list(self._said)
-            if self._barrier.wait() == 0:
-                self.rounds += 1
-            return heard
-
-        return call
-
-
-def described(ranks: int, exported: Callable[[int], list[Any]], syncs: int = 1) -> tuple[World, list[TrainerState]]:
-    """What every trainer rank makes of its export, in the last of some syncs."""
-    world = World(ranks)
-
-    def one(rank: int) -> TrainerState:
-        contract = ShardContract(world.exchange(rank))
-        for _ in range(syncs):
-            given = contract.tensors(Engine(exported(rank)))
-        return describe(given, trainer_rank=rank, global_ranks=tuple(range(ranks)))
-
-    with ThreadPoolExecutor(ranks) as threads:
-        return world, list(threads.map(one, range(ranks)))
+def described(ranks: int, exported: Callable[[int], list[Any]]) -> list[TrainerState]:
+    """What the trainer ranks make of their exports together."""
+    return of_all_ranks([ShardContract(ranks).tensors(Engine(exported(rank))) for rank in range(ranks)])
 
 
 def assembled(states: list[TrainerState]) -> dict[str, torch.Tensor]:
@@ -129,15 +99,32 @@ def _chunks(length: int, parts: int) -> list[slice]:
 
 def test_blocks_and_a_converter_as_veomni_exports_them() -> None:
     stack = torch.randn(EXPERTS, 2 * INNER, HIDDEN)
-    world, states = described(EP * FSDP, lambda rank: veomni(rank, stack), syncs=3)
-    found = assembled(states)
+    found = assembled(described(EP * FSDP, lambda rank: veomni(rank, stack)))
     expected = {f"{LAYER}.gate.weight": torch.arange(3.0)}
     for e in range(EXPERTS):
         expected[f"{LAYER}.experts.{e}.gate_proj.weight"] = stack[e, :INNER]
         expected[f"{LAYER}.experts.{e}.up_proj.weight"] = stack[e, INNER:]
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert world.rounds == 1, "the ranks tell each other their blocks once"
+
+
+def test_shardings_are_the_same_objects_until_a_block_moves() -> None:
+    contract, stack = ShardContract(EP * FSDP), torch.randn(EXPERTS, 2 * INNER, HIDDEN)
+    first, again, other = (contract.tensors(Engine(veomni(rank, stack)))[1][2].spec for rank in (0, 0, 1))
+    assert first is again
+    assert first.shard_map.shards[0].box != other.shard_map.shards[0].box
+
+
+def test_a_rank_with_an_empty_block_does_not_list_the_tensor() -> None:
+    from verl.workers.engine.spec import BlockPlacement, ShardSpec
+
+    def exported(rank: int) -> list[Any]:
+        rows, start = (3, 0) if rank == 0 else (0, 3)
+        place = BlockPlacement((rows, 2), (start, 0), (3, 2))
+        return [("w", torch.ones(2 * rows), ShardSpec((3, 2), place=place, gather_group=object())),
+                ("b", torch.ones(1), ShardSpec((1,)))]  # fmt: skip
+
+    assert torch.equal(assembled(described(2, exported))["w"], torch.ones(3, 2))
 
 
 def test_an_expert_stack_row_by_row_as_torchtitan_exports_it() -> None:
@@ -149,17 +136,8 @@ def test_an_expert_stack_row_by_row_as_torchtitan_exports_it() -> None:
     def exported(rank: int) -> list[Any]:
         return [("layers.3.moe.experts.w3", stack.reshape(-1), ShardSpec(tuple(stack.shape), hf_slots=slots))]
 
-    _, states = described(2, exported)
-    found = assembled(states)
+    found = assembled(described(2, exported))
     assert [found[name].tolist() for name, _ in slots] == stack.tolist()
-
-
-def test_a_block_that_moved_is_refused() -> None:
-    stack = torch.randn(EXPERTS, 2 * INNER, HIDDEN)
-    contract = ShardContract(lambda message, kind: [message])
-    contract.tensors(Engine(veomni(0, stack)))
-    with pytest.raises(Mismatch, match="holds other blocks"):
-        contract.tensors(Engine(veomni(1, stack)))
 
 
 def test_what_says_nothing_of_a_shape_is_refused_by_name() -> None:
@@ -167,14 +145,14 @@ def test_what_says_nothing_of_a_shape_is_refused_by_name() -> None:
 
     flat = [("some.weight", torch.zeros(6), ShardSpec((2, 3), place=0, gather_group=object()))]
     with pytest.raises(Unsupported, match=r"some\.weight.*flat offset"):
-        ShardContract(lambda message, kind: [message]).tensors(Engine(flat))
+        ShardContract(1).tensors(Engine(flat))
 
 
 def test_an_engine_without_shards_is_refused_by_its_name() -> None:
     from verl.workers.engine.base import BaseEngine
 
     with pytest.raises(ReshardError, match=r"BaseEngine\.get_per_tensor_param_shard is not implemented"):
-        ShardContract(lambda message, kind: [message]).tensors(BaseEngine())
+        ShardContract(1).tensors(BaseEngine())
 
 
 @contextmanager

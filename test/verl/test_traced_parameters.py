@@ -1,9 +1,5 @@
-"""Every trainer rank finds out what its own parameters hold; one exchange, and all know the same of all tensors.
+"""Every trainer rank finds out what its own parameters hold, and states it."""
 
-Ranks are simulated: each is asked twice, first for its message alone.
-"""
-
-import contextlib
 import sys
 from types import SimpleNamespace
 
@@ -12,34 +8,22 @@ import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Box
-from sglang_reshard.protocol.messages import decode, encode
 from sglang_reshard.sources import ShardBox
 from sglang_reshard.verl.megatron import Megatron
 from sglang_reshard.verl.traced_parameters import Conversion, TracedParameters
 from support.moves import elsewhere
+from support.partial_states import of_all_ranks
 
 
-class _MessageTaken(Exception):
-    """Instead of an exchange."""
+def parameters_of(*conversions, ranks=1):
+    return TracedParameters(conversions, ranks)
 
 
-def message_of(conversions):
-    """What a rank tells the others."""
-    taken = []
-
-    def take(message, kind):
-        taken.append(decode(encode(message), kind))
-        raise _MessageTaken
-
-    with contextlib.suppress(_MessageTaken):
-        TracedParameters(conversions, take)
-    return taken[0]
-
-
-def on_ranks(*ranks):
-    """What TracedParameters are on every rank, given each rank's conversions."""
-    messages = list(map(message_of, ranks))
-    return [TracedParameters(conversions, lambda message, kind: messages) for conversions in ranks]
+def held_by(*ranks):
+    """The shards of each tensor, given each rank's conversions."""
+    given = [parameters_of(*conversions, ranks=len(ranks)).tensors() for conversions in ranks]
+    layout = of_all_ranks(given)[0].layout
+    return {tensor.name: layout.shard_map(tensor).shards for tensor in layout.tensors}
 
 
 def rows(name, rank, size, of=2):
@@ -55,17 +39,14 @@ def whole(name, tensor):
     return Conversion(f"megatron.{name}", tensor, lambda shard: {name: shard})
 
 
-ABSENT = Conversion("", None, lambda shard: {})
-
-
 def test_replicas_are_one_piece_unless_they_are_at_different_places():
     def second_half(shard):
         return {"t": shard.chunk(2)[1]}
 
-    same = on_ranks(*([whole("t", torch.ones(2, 3))] for _ in range(3)))
-    assert same[0].tensors()[0][2].shard_map.shards == (ShardBox(Box((0, 0), (2, 3)), (0, 1, 2), (0, 0)),)
-    moved = on_ranks([whole("t", torch.ones(2, 3))], [Conversion("fused", torch.ones(4, 3), second_half)])
-    assert moved[1].tensors()[0][2].shard_map.shards == (
+    same = held_by(*([whole("t", torch.ones(2, 3))] for _ in range(3)))
+    assert same["t"] == (ShardBox(Box((0, 0), (2, 3)), (0, 1, 2), (0, 0)),)
+    moved = held_by([whole("t", torch.ones(2, 3))], [Conversion("fused", torch.ones(4, 3), second_half)])
+    assert moved["t"] == (
         ShardBox(Box((0, 0), (2, 3)), (0,), (0, 0)),
         ShardBox(Box((0, 0), (2, 3)), (1,), (2, 0)),
     )
@@ -80,7 +61,7 @@ def test_of_two_tied_parameters_of_one_rank_the_first_is_read():
         return {"t": shard.chunk(2)[1]}
 
     first, second = torch.ones(2, 3), torch.ones(4, 3)
-    (parameters,) = on_ranks([tied(whole("t", first)), tied(Conversion("head", second, second_half))])
+    parameters = parameters_of(tied(whole("t", first)), tied(Conversion("head", second, second_half)))
     ((_, tensor, held),) = parameters.tensors()
     assert tensor.data_ptr() == first.data_ptr()
     assert parameters.parameters == [first]
@@ -96,7 +77,7 @@ def test_later_only_the_parameters_memory_is_looked_up():
         asked.append(shard)
         return {"rows": shard, "columns": shard.permute(1, 0)}
 
-    (parameters,) = on_ranks([Conversion("linear", parameter, convert)])
+    parameters = parameters_of(Conversion("linear", parameter, convert))
     (_, _, first), (_, _, second) = parameters.tensors()
     times = len(asked)
     buffer = torch.arange(20.0)
@@ -112,7 +93,7 @@ def test_later_only_the_parameters_memory_is_looked_up():
 
 def test_tensors_alike_but_for_their_names_share_what_is_said_of_them():
     experts = [whole(f"expert.{i}", torch.zeros(3, 3)) for i in range(5)]
-    (parameters,) = on_ranks(experts)
+    parameters = parameters_of(*experts)
     assert len({id(held) for _, _, held in parameters.tensors()}) == 1
 
 
@@ -121,57 +102,51 @@ def failing(shard):
 
 
 @pytest.mark.parametrize(
-    ("odd", "why"),
+    ("conversions", "why"),
     [
         (
-            Conversion("norm", torch.ones(3), lambda shard: {"t": shard + 1}),
+            [Conversion("norm", torch.ones(3), lambda shard: {"t": shard + 1})],
             "norm .*: the converter does arithmetic on t",
         ),
-        (Conversion("norm", torch.ones(3), failing), "norm .*: ValueError: it asked"),
-        (Conversion("norm", torch.ones(3, 2).t(), lambda shard: {"t": shard}), "norm .*: it is a Tensor with strides"),
+        ([Conversion("norm", torch.ones(3), failing)], "norm .*: ValueError: it asked"),
+        (
+            [Conversion("norm", torch.ones(3, 2).t(), lambda shard: {"t": shard})],
+            "norm .*: it is a Tensor with strides",
+        ),
+        (
+            [whole("t", torch.ones(3)), tied(whole("t", torch.ones(3)))],
+            "another parameter, to which it is not tied",
+        ),
     ],
 )
-def test_a_rank_that_refuses_refuses_for_all(odd, why):
-    messages = [message_of([whole("t", torch.ones(3))]), message_of([odd])]
-    for conversions in ([whole("t", torch.ones(3))], [odd]):
-        with pytest.raises(Unsupported, match=f"trainer rank 1: {why}"):
-            TracedParameters(conversions, lambda message, kind: messages)
+def test_what_cannot_be_followed_is_refused(conversions, why):
+    with pytest.raises(Unsupported, match=why):
+        parameters_of(*conversions)
 
 
 @pytest.mark.parametrize(
     ("ranks", "error", "why"),
     [
-        ([[whole("t", torch.ones(3))], []], Mismatch, "trainer rank 1 lists 0 .* trainer rank 0 lists 1"),
         (
             [[whole("t", torch.ones(3))], [whole("t", torch.ones(3, dtype=torch.bfloat16))]],
             Mismatch,
             r"t is float32 \(3,\) on trainer rank 0, but bfloat16 \(3,\) on trainer rank 1",
         ),
-        ([[rows("t", 0, 3)], [ABSENT]], Unsupported, r"trainer ranks \[0\] hold only 6 of the 12 elements of t"),
         (
-            [[whole("experts", torch.ones(3)), whole("experts", torch.ones(3))]],
+            [[rows("t", 0, 3)], [whole("u", torch.ones(3))]],
             Unsupported,
-            "several parameters that are not tied hold experts, on trainer rank 0",
+            r"ranks \[0\] list it, and 6 of its 12",
         ),
         (
-            [[tied(whole("t", torch.ones(3))), ABSENT], [ABSENT, whole("t", torch.ones(3))]],
-            Unsupported,
-            "several parameters that are not tied hold t, on trainer rank 1",
-        ),
-        (
-            [
-                [tied(whole("t", torch.ones(4, 3))), ABSENT],
-                [ABSENT, tied(rows("t", 0, 3))],
-                [ABSENT, tied(rows("t", 1, 3))],
-            ],
-            Unsupported,
-            r"several tied parameters hold t, on trainer ranks \[0, 1, 2\], but are sharded differently",
+            [[tied(whole("t", torch.ones(4, 3)))], [tied(rows("t", 0, 3))], [tied(rows("t", 1, 3))]],
+            Mismatch,
+            "t: the trainer ranks that list it hold parts that do not go together",
         ),
     ],
 )
 def test_what_does_not_make_whole_tensors_is_refused(ranks, error, why):
     with pytest.raises(error, match=why):
-        on_ranks(*ranks)
+        held_by(*ranks)
 
 
 @pytest.fixture
@@ -206,10 +181,6 @@ def engine(monkeypatch):
     )
 
 
-def alone(message, kind):
-    return [message]
-
-
 def test_what_the_architecture_does_after_conversion_is_followed(engine):
     def swapped(task, tensors, checkpoint):
         assert checkpoint == {"of": "the disk"}
@@ -217,7 +188,7 @@ def test_what_the_architecture_does_after_conversion_is_followed(engine):
 
     engine.bridge._model_bridge = SimpleNamespace(maybe_modify_converted_hf_weight=swapped)
     engine.bridge.hf_pretrained = SimpleNamespace(state={"of": "the disk"})
-    given = {name: (tensor, held) for name, tensor, held in Megatron(alone).tensors(engine)}
+    given = {name: (tensor, held) for name, tensor, held in Megatron(1).tensors(engine)}
     tensor, held = given["model.hf.layer"]
     assert {piece.box.start: piece.local_start for piece in held.shard_map.shards} == {(0, 0): (1, 0), (2, 0): (0, 0)}
     assert tensor.data_ptr() == engine.tasks[2].param_weight.data_ptr()
@@ -233,7 +204,7 @@ def test_what_the_architecture_does_after_conversion_is_followed(engine):
 def test_engines_without_probes_are_refused(engine, change, why):
     vars(engine).update(change)
     with pytest.raises(Unsupported, match=why):
-        Megatron(alone).tensors(engine)
+        Megatron(1).tensors(engine)
 
 
 class Stacks:
@@ -272,7 +243,7 @@ class ExpertMapping:
 
 def expert_engine(engine, ep_rank, parameters):
     """The engine with two experts on each of two expert parallel ranks."""
-    engine.tasks[:] = [
+    tasks = [
         SimpleNamespace(
             global_param_name=f"experts.fc2.weight{2 * ep_rank + i}", mapping=ExpertMapping(ep_rank),
             param_weight=parameter, megatron_module=torch.nn.Module(), local_number=i,
@@ -280,11 +251,11 @@ def expert_engine(engine, ep_rank, parameters):
         for i, parameter in enumerate(parameters)
     ]  # fmt: skip
     bridge = SimpleNamespace(
-        get_conversion_tasks=lambda module: engine.tasks,
+        get_conversion_tasks=lambda module: tasks,
         _model_bridge=Stacks(4, 2),
         hf_pretrained=SimpleNamespace(state={}, config=None),
     )
-    return SimpleNamespace(**{**vars(engine), "tasks": list(engine.tasks), "bridge": bridge})
+    return SimpleNamespace(**{**vars(engine), "tasks": tasks, "bridge": bridge})
 
 
 def in_one_buffer(values):
@@ -301,40 +272,32 @@ def test_experts_that_the_checkpoint_stacks_are_joined(engine, place):
     """In place if they are in one buffer, and else as a copy in the same memory, which follows the parameters."""
     experts = torch.arange(24.0).view(4, 2, 3)
     engines = [expert_engine(engine, rank, place(experts[2 * rank : 2 * rank + 2])) for rank in range(2)]
-    messages = []
-    for one in engines:
-        engine.tasks[:] = one.tasks
-        with contextlib.suppress(_MessageTaken):
-            Megatron(lambda message, kind: taking(message, kind, messages)).tensors(one)
-    for rank, one in enumerate(engines):
-        engine.tasks[:] = one.tasks
-        source = Megatron(lambda message, kind: messages)
-        ((name, tensor, held),) = source.tensors(one)
-        assert (name, held.shape) == ("experts.down", (4, 3, 2))
+    sources = [Megatron(2) for _ in engines]
+    given = [source.tensors(one) for source, one in zip(sources, engines, strict=True)]
+    layout = of_all_ranks(given)[0].layout
+    assert [(tensor.name, tensor.shape) for tensor in layout.tensors] == [("experts.down", (4, 3, 2))]
+    shards = layout.shard_map(layout.tensors[0])
+    for rank, (source, one) in enumerate(zip(sources, engines, strict=True)):
+        ((_, tensor, _),) = given[rank]
         for factor in (1, 3):
             for task, value in zip(one.tasks, experts[2 * rank :], strict=False):
                 task.param_weight.copy_(value * factor)
             ((_, again, _),) = source.tensors(one)
-            for piece in held.shard_map.shards_of(rank):
+            for piece in shards.shards_of(rank):
                 inside = tuple(slice(a, a + n) for a, n in zip(piece.local_start, piece.box.shape, strict=True))
                 assert torch.equal(again[inside], experts.transpose(1, 2)[piece.box.slices()] * factor)
             assert again.data_ptr() == tensor.data_ptr()
         own = {task.param_weight.untyped_storage().data_ptr() for task in one.tasks}
         assert (tensor.untyped_storage().data_ptr() in own) == (place is in_one_buffer)
-        assert sum(piece.box.numel for piece in held.shard_map.shards_of(rank)) == 12
-        # Traced twice: each time one conversion for each expert, and one of placeholders for all.
-        assert sum(task.megatron_module.converted for task in one.tasks) == 2 * (2 + 1)
-
-
-def taking(message, kind, messages):
-    messages.append(decode(encode(message), kind))
-    raise _MessageTaken
+        assert sum(piece.box.numel for piece in shards.shards_of(rank)) == 12
+        # One conversion for each expert, and one of placeholders for all.
+        assert sum(task.megatron_module.converted for task in one.tasks) == 2 + 1
 
 
 def test_what_is_computed_of_a_whole_parameter_is_sent_as_a_copy():
     """As of norms that a trainer stores less one."""
     weight = torch.arange(3.0)
-    (parameters,) = on_ranks([Conversion("norm", weight, lambda shard: {"t": shard + 1}, whole=True)])
+    parameters = parameters_of(Conversion("norm", weight, lambda shard: {"t": shard + 1}, whole=True))
     ((_, first, held),) = parameters.tensors()
     assert torch.equal(first, torch.tensor([1.0, 2, 3]))
     assert held.shard_map.shards == (ShardBox(Box((0,), (3,)), (0,), (0,)),)
@@ -349,12 +312,12 @@ def test_what_is_computed_with_elements_of_other_ranks_is_refused():
     def convert(shard):
         return {"t": torch.cat([shard, torch.full_like(shard, float("nan"))]) + 1}
 
-    with pytest.raises(Unsupported, match=r"trainer rank 0: norm .* with elements of other trainer ranks"):
-        on_ranks([Conversion("norm", torch.ones(3), convert, whole=True)])
+    with pytest.raises(Unsupported, match=r"norm .* with elements of other trainer ranks"):
+        parameters_of(Conversion("norm", torch.ones(3), convert, whole=True))
 
 
 def test_parameters_that_the_architecture_collects_are_refused(engine):
     collects = SimpleNamespace(maybe_modify_converted_hf_weight=lambda task, tensors, checkpoint: {})
     engine.bridge._model_bridge, engine.bridge.hf_pretrained = collects, SimpleNamespace(state={}, config=None)
     with pytest.raises(Unsupported, match=r"embedding.* fuses it with other parameters into one checkpoint tensor"):
-        Megatron(alone).tensors(engine)
+        Megatron(1).tensors(engine)

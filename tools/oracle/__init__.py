@@ -1,4 +1,4 @@
-"""The test oracle: the weights that stock SGLang would have, for tests, the demo and benchmarks to compare with.
+"""The test oracle: the weights that stock SGLang would have, for tests and benchmarks to compare with.
 
 digests  digests of all live tensors of a model, in this process or inside a live engine
 stock    those digests for every engine rank after a stock `load_weights` of a checkpoint
@@ -7,7 +7,7 @@ replay   runs a traced program on the full checkpoint, in one process
 """
 
 from sglang_reshard.cli.plan.sglang_model import build_rank, choose_code_paths
-from tools.oracle.digests import digests, read_live_digests, write_live_digests
+from sglang_reshard.selftest.digests import digests, read_live_digests, write_live_digests
 from tools.oracle.replay import replay
 from tools.oracle.stock import stock_digests
 

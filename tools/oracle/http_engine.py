@@ -1,4 +1,4 @@
-"""A server as `tools.oracle.digests.read_live_digests` takes an engine."""
+"""A server as `sglang_reshard.selftest.digests.read_live_digests` takes an engine."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ import torch
 from sglang_reshard.cli.plan import worker_process
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import build_rank, import_before_forks
+from sglang_reshard.selftest.digests import digests
 from sglang_reshard.testing import cpu_host
-from tools.oracle.digests import digests
 
 
 def stock_digests(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,7 @@ from sglang_reshard.cli.outcome import EXIT_CODES, Commands
 from sglang_reshard.cli.values import TRANSPORTS, VERIFY, finite, one_of, server_url, several_of
 
 EPILOG = "\n\n".join(("Exit codes:", *(f"{code}  {meaning}" for code, meaning in EXIT_CODES.items())))
-PRECISIONS, DEVICES = ("float32", "bfloat16", "both"), ("cuda", "cpu")
+DEVICES = ("cuda", "cpu")
 SIDES = ("auto", "trainer", "engine", "verl")
 _MOST_MIB, _MOST_S = 1 << 20, 30 * 24 * 3600
 
@@ -49,61 +48,40 @@ def main(
 
 
 @app.command()
-def demo(
-    source_tp: Annotated[int, typer.Option(envvar="SOURCE_TP", min=1, help="Trainer ranks.")] = 4,
-    target_tp: Annotated[int, typer.Option(envvar="TARGET_TP", min=1, help="Engine ranks.")] = 16,
-    dtype: Annotated[
+def selftest(
+    source: Annotated[
+        str, typer.Option(help="The trainer's layout, such as fsdp=4, fsdp=2,tp=2 or replicas=2,fsdp=2.")
+    ] = "",
+    target: Annotated[str, typer.Option(help="The engine's layout, such as tp=8,ep=8 or tp=4,dp=2.")] = "",
+    model: Annotated[
         str,
-        typer.Option(
-            envvar="DTYPE",
-            callback=one_of(PRECISIONS),
-            help="Dtype of the engine: float32, bfloat16 or both. The trainer's weights are float32.",
-        ),
-    ] = "both",
-    bucket_mib: Annotated[
-        float,
-        typer.Option(
-            envvar="BUCKET_MIB", min=0.01, max=_MOST_MIB, callback=finite, help="Bucket of the broadcast, in MiB."
-        ),
-    ] = 1.0,
-    transports: Annotated[
+        typer.Option(help="tiny, tiny-moe, qwen3-1.7b, qwen3-8b, qwen3-moe, a config.json or a folder with one."),
+    ] = "",
+    routes: Annotated[
         str,
-        typer.Option(
-            envvar="TRANSPORTS",
-            callback=several_of(TRANSPORTS),
-            help="Transports of the updates of an engine, in order: auto, ipc, p2p, broadcast or nixl.",
-        ),
-    ] = "auto,auto",
-    deadline_s: Annotated[
-        float,
-        typer.Option(envvar="DEADLINE_S", min=1, max=_MOST_S, callback=finite, help="End after so many seconds."),
-    ] = 900.0,
+        typer.Option(callback=several_of(TRANSPORTS), help="Transports to time: auto, ipc, p2p, broadcast or nixl."),
+    ] = "auto,p2p,broadcast",
+    minutes: Annotated[
+        float, typer.Option(min=1, max=_MOST_S / 60, callback=finite, help="Start nothing after so many minutes.")
+    ] = 15.0,
 ) -> None:
-    """Train, reshard into a live engine, generate, and prove it, on this machine. Ends with a line of JSON."""
-    _import_demo_from_checkout()
-    from benchmark.demo.launcher import run
-    from benchmark.demo.settings import DTYPES, Settings
+    """Prove on this machine that updates of a real SGLang engine are right, and measure them.
 
-    settings = Settings(
-        source_tp=source_tp,
-        target_tp=target_tp,
-        dtypes=DTYPES[dtype],
-        bucket_bytes=int(bucket_mib * 1024 * 1024),
-        transports=tuple(transports.split(",")),
+    Without options it chooses what fits on the GPUs, or on the CPU: the most important first. Ends with a table, what
+    to set on this host, and a line of JSON.
+    """
+    from sglang_reshard.selftest import launcher, spanning
+    from sglang_reshard.selftest.choice import Wanted
+    from sglang_reshard.selftest.layouts import Source, Target, parsed
+
+    wanted = Wanted(
+        source=parsed(source, Source) if source else None,
+        target=parsed(target, Target) if target else None,
+        model=model,
+        routes=tuple(routes.split(",")),
     )
-    raise typer.Exit(run(settings, deadline_s))
-
-
-def _import_demo_from_checkout() -> None:
-    """Puts the checkout that this package runs from on the import path; exits with 2 where there is none."""
-    root = Path(__file__).resolve().parents[3]
-    if not (root / "benchmark" / "demo").is_dir():
-        typer.echo(
-            "The demo is not part of the installed package: clone the repository and run make demo.",
-            err=True,
-        )
-        raise typer.Exit(2)
-    sys.path.insert(0, str(root))
+    test = spanning.selftest if spanning.is_launched() else launcher.selftest
+    raise typer.Exit(test(wanted, minutes))
 
 
 @app.command()

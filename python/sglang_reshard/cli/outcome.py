@@ -16,7 +16,7 @@ EXIT_CODES = {
     DONE: "The command did what it was asked to do.",
     REFUSED: (
         "plan: the update would be refused. pull, follow: the server refused, did not answer or did not get the "
-        "weights. demo: something was not proved. doctor: a check failed."
+        "weights. selftest: something was wrong. doctor: a check failed."
     ),
     IMPOSSIBLE: "The command cannot run as written: an option, a model, a file or a package is wrong or missing.",
     INTERRUPTED: "Interrupted with Ctrl-C.",

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.derived.loaded_state import RESTART, LoadedState, loaded_state
 from sglang_reshard.derived.reachable import MISSING, Named, Table, tables
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.shown_names import some_names
-from sglang_reshard.trace.live_signature import LiveSignature
 from sglang_reshard.trace.loader import has_flags
 
 if TYPE_CHECKING:
@@ -49,14 +48,15 @@ class DerivedState:
         self._set_by_loading = self._set_flags()
         self._live = LiveSignature(model)
         self._walk = -1  # of `_live`, when nothing was found that had appeared since
-        self._watched, self._others = Watched(), ()
+        self._fingerprint: Callable[[], tuple[Any, ...]] = tuple
+        self._others: tuple[Any, ...] = ()
         self._found: Search | None = None  # once anything has appeared
         if not loaded:
             self._live.current()
             self._watch()
 
     def signature(self) -> int:
-        """Drops what will be made again, and returns the `live_signature` of the model without it.
+        """Drops what will be made again, and returns the `LiveSignature` of the model without it.
 
         Raises Unsupported, naming it, if a forward pass has computed something from weights that cannot be made again,
         or not in place where CUDA graphs read it.
@@ -70,8 +70,12 @@ class DerivedState:
             lazy.restore()
         signature = self._live.current()
         written = any(state.writes.changed for _, state in self._loaded)
-        if self._live.walk != self._walk or written or self._watched.fingerprint() != self._others:
-            self._search()
+        if self._live.walk != self._walk or written or self._fingerprint() != self._others:
+            if self._found is None:
+                from sglang_reshard.derived.search import Search
+
+                self._found = Search(self._model, self._loaded, self._flags, self._addresses_stay)
+            self._found.run()
             signature = self._live.current()
             self._watch()
         return signature
@@ -99,81 +103,55 @@ class DerivedState:
             return ""
         return f"not known to be independent of weights: {some_names(self._found.unknown)}"
 
-    def _search(self) -> None:
-        if self._found is None:
-            from sglang_reshard.derived.search import Search
-
-            self._found = Search(self._model, self._loaded, self._flags, self._addresses_stay)
-        self._found.run()
-
     def _watch(self) -> None:
         """Remembers what the model has now: nothing of it has to be searched again."""
         self._walk = self._live.walk
         modules = {id(module) for module in self._model.modules()}  # `_live` sees their attributes
         others = (t for t in tables(self._model) if id(t.owner) not in modules or t.kind != "attributes")
-        self._watched = Watched.of(others)
-        self._others = self._watched.fingerprint()
+        self._fingerprint = fingerprint_of(others)
+        self._others = self._fingerprint()
 
     def _set_flags(self) -> set[str]:
         return {flag.label for flag in self._flags if flag.is_set}
 
 
-@dataclass(slots=True)
-class Watched:
-    """Values in some tables, compared column by column as `LiveSignature` does it.
+def fingerprint_of(tables: Iterable[Table]) -> Callable[[], tuple[Any, ...]]:
+    """Returns a function whose result changes when state appears in these tables.
 
-    mappings, keys  where a value is that is no function: in a dictionary, the variables of a class, a list
-    objects, names  the same, for slots, and for the cells of closures that are filled
-    empty           cells that are not
-    sized           tables to which values may be added
-    caches          the functions of caches
+    It compares types of values, numbers of values and sizes of caches, column by column as `LiveSignature` does it.
     """
+    mappings, keys, sized, objects, names, empty, caches = (list[Any]() for _ in range(7))
+    for table in tables:
+        if table.kind == "cache":
+            caches.append(table.entries)
+        elif table.kind == "closure":
+            for cell in table.owner.__closure__:
+                if _is_empty(cell):
+                    empty.append(cell)
+                elif not callable(cell.cell_contents):
+                    objects.append(cell)
+                    names.append("cell_contents")
+        elif isinstance(table.entries, Named):  # slots, variables of classes
+            objects += [table.owner] * len(table.entries.places)
+            names += table.entries.places
+        else:
+            entries = table.entries
+            sized.append(entries)
+            keyed = entries.items() if isinstance(entries, Mapping) else enumerate(entries)
+            kept = [key for key, value in keyed if not callable(value)]
+            mappings += [entries] * len(kept)
+            keys += kept
 
-    mappings: list[Any] = field(default_factory=list)
-    keys: list[Any] = field(default_factory=list)
-    objects: list[Any] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    empty: list[types.CellType] = field(default_factory=list)
-    sized: list[Any] = field(default_factory=list)
-    caches: list[Any] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, tables: Iterable[Table]) -> Watched:
-        found = cls()
-        for table in tables:
-            if table.kind == "cache":
-                found.caches.append(table.entries)
-            elif table.kind == "closure":
-                for cell in table.owner.__closure__:
-                    if _is_empty(cell):
-                        found.empty.append(cell)
-                    elif not callable(cell.cell_contents):
-                        found._watch_object(cell, "cell_contents")
-            elif isinstance(table.entries, Named):  # slots
-                for name in table.entries.names:
-                    found._watch_object(table.owner, name)
-            else:
-                entries = vars(table.owner) if table.kind == "class" else table.entries
-                found.sized.append(entries)
-                keyed = entries.items() if isinstance(entries, Mapping) else enumerate(entries)
-                kept = [key for key, value in keyed if not callable(value)]
-                found.mappings += [entries] * len(kept)
-                found.keys += kept
-        return found
-
-    def _watch_object(self, of: Any, name: str) -> None:
-        self.objects.append(of)
-        self.names.append(name)
-
-    def fingerprint(self) -> tuple[Any, ...]:
-        """Returns what changes when state appears: types of values, numbers of values, sizes of caches."""
+    def fingerprint() -> tuple[Any, ...]:
         try:
-            values = [*map(type, map(operator.getitem, self.mappings, self.keys))]
-            values += map(type, map(getattr, self.objects, self.names, repeat(MISSING)))
+            values = [*map(type, map(operator.getitem, mappings, keys))]
+            values += map(type, map(getattr, objects, names, repeat(MISSING)))
         except (KeyError, IndexError, ValueError):  # something is gone
             return (object(),)
-        filled = sum(not _is_empty(cell) for cell in self.empty)
-        return values, filled, list(map(len, self.sized)), [cache.cache_info().currsize for cache in self.caches]
+        filled = sum(not _is_empty(cell) for cell in empty)
+        return values, filled, list(map(len, sized)), [cache.cache_info().currsize for cache in caches]
+
+    return fingerprint
 
 
 def _is_empty(cell: types.CellType) -> bool:

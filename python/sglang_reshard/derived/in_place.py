@@ -8,8 +8,8 @@ weights, is shown before the first update: it has to leave the same bits.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,8 +18,8 @@ from sglang_reshard.derived.laziness import is_made_of_values, makers, owners
 from sglang_reshard.derived.loaded_state import Change
 from sglang_reshard.torch_private import TorchDispatchMode
 from sglang_reshard.trace.lazy_tensor import tensors_in
-from sglang_reshard.trace.live import storage_key
-from sglang_reshard.trace.recorder import written_arguments
+from sglang_reshard.trace.live import same_bits, storage_key
+from sglang_reshard.trace.recorder import written_tensors
 
 
 class Remake(NamedTuple):
@@ -43,22 +43,17 @@ class Remake(NamedTuple):
             self.of.table.put(self.of.key, self.tensor)
 
 
-class Rehearsed(NamedTuple):
-    """The outcome of a rehearsal: what makes the tensor again, or why nothing does; neither if no weight is in it."""
-
-    remake: Remake | None = None
-    refusal: str = ""
-
-
-def rehearse(derived: Change, guards: Sequence[Change], weights: Collection[int]) -> Rehearsed:
+def rehearse(derived: Change, guards: Sequence[Change], weights: Collection[int]) -> Remake | str:
     """Tries the methods that may make `derived`, and leaves everything as it was. A number is never made in place.
 
     guards   what is restored with it
     weights  storages of all parameters and buffers, by `storage_key`
+
+    Returns what makes the tensor again, or why nothing does: empty if no weight is in it.
     """
     tensor = derived.value
     if not isinstance(tensor, (torch.Tensor, float)) or derived.table.kind != "attributes":
-        return Rehearsed(refusal="it is not an attribute that a method of the model computes")
+        return "it is not an attribute that a method of the model computes"
     values = [guard.value for guard in guards]
     refusal = "no method computes it without the inputs of a forward pass"
     for maker in [getattr(owner, n) for owner in owners(derived.table) for n in makers(owner, derived.key) if n]:
@@ -74,13 +69,13 @@ def rehearse(derived: Change, guards: Sequence[Change], weights: Collection[int]
         if made is None or made is derived.before:
             continue
         if not of_weights and not is_made_of_values(derived):
-            return Rehearsed()
+            return ""
         if isinstance(made, float) or isinstance(tensor, float):
-            return Rehearsed(refusal=f"{maker.__name__} computes a number, which CUDA graphs have captured")
-        if _form(made) == _form(tensor) and _equal(made, tensor):
-            return Rehearsed(Remake(derived, tuple(guards), tensor, maker))
+            return f"{maker.__name__} computes a number, which CUDA graphs have captured"
+        if _form(made) == _form(tensor) and same_bits(made, tensor):
+            return Remake(derived, tuple(guards), tensor, maker)
         refusal = f"{maker.__name__} computes another tensor from the same weights"
-    return Rehearsed(refusal=refusal)
+    return refusal
 
 
 def _made(changes: Sequence[Change], method: Any, weights: Collection[int]) -> tuple[torch.Tensor | float | None, bool]:
@@ -89,8 +84,15 @@ def _made(changes: Sequence[Change], method: Any, weights: Collection[int]) -> t
         change.restore()
     method = getattr(method, "_torchdynamo_orig_callable", method)
     mode = _Watch(weights)
-    with torch.no_grad(), mode, _ended_by_inputs():
-        method(*_inputs(method))
+    required = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(method).parameters.values()
+    inputs = [_Input() for p in parameters if p.kind in required and p.default is p.empty]
+    with torch.no_grad(), mode, suppress(_InputUsed):
+        try:
+            method(*inputs)
+        except TypeError as error:  # of an operator of torch's that was given one
+            if _Input.__name__ not in str(error):
+                raise
     made = changes[0].value
     if isinstance(made, float):
         return made, mode.read
@@ -112,23 +114,6 @@ class _Input:
     __getattribute__ = __getitem__ = __bool__ = __iter__ = __len__ = _end
 
 
-def _inputs(method: Any) -> list[_Input]:
-    required = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(method).parameters.values()
-    return [_Input() for p in parameters if p.kind in required and p.default is p.empty]
-
-
-@contextmanager
-def _ended_by_inputs() -> Iterator[None]:
-    try:
-        yield
-    except _InputUsed:
-        pass
-    except TypeError as error:  # of an operator of torch's that was given one
-        if _Input.__name__ not in str(error):
-            raise
-
-
 class _Watch(TorchDispatchMode):
     """Notes which storages depend on weights. Raises RuntimeError for a write to a weight.
 
@@ -146,10 +131,8 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for written in written_arguments(func, args, kwargs):
-            for tensor in written if isinstance(written, (list, tuple)) else (written,):
-                if isinstance(tensor, torch.Tensor) and storage_key(tensor) in self._weights:
-                    raise RuntimeError(f"{func} writes to a weight")
+        if any(storage_key(tensor) in self._weights for tensor in written_tensors(func, args, kwargs)):
+            raise RuntimeError(f"{func} writes to a weight")
         keys = map(storage_key, tensors_in(args, kwargs))
         of_weights = any(key in self._weights or key in self.derived for key in keys)
         out = func(*args, **kwargs)
@@ -164,7 +147,3 @@ class _Watch(TorchDispatchMode):
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))

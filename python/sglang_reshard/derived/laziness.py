@@ -31,6 +31,7 @@ from sglang_reshard.trace.code_uses import (
     uses_of,
 )
 
+_Property = functools.cached_property
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _READS_VALUES = frozenset(("item", "tolist", "numpy"))  # what makes Python's numbers of tensors
 
@@ -42,7 +43,8 @@ def is_lazy(table: Table, key: Any) -> bool:
     if table.kind == "container":
         return any(u.fills_containers and name in u.loads | u.arguments for u, name in _of_keepers(table))
     if table.kind == "attributes":
-        if any(makers(owner, key) for owner in owners(table)) or _is_cached_property(type(table.owner), key):
+        kept = (vars(base).get(key) for base in type(table.owner).__mro__)
+        if any(makers(owner, key) for owner in owners(table)) or any(isinstance(k, _Property) for k in kept):
             return True
         if isinstance(table.owner, types.FunctionType):
             return any(key in uses.loads and key in uses.stores for uses in _uses(table))
@@ -98,7 +100,7 @@ def may_read(change: Change, weights: Collection[str]) -> bool:
 
     weights  names of parameters, without those of their modules
     """
-    makers, table = _making(change), change.table
+    makers, table = making(change), change.table
     if not makers:
         return not table.is_global
     of_class = table.kind in ("attributes", "class") and not table.is_global
@@ -108,14 +110,9 @@ def may_read(change: Change, weights: Collection[str]) -> bool:
     )
 
 
-def is_changed_by_model(change: Change) -> bool:
-    """Returns whether code of the model is known to change the tensor in place, and not somebody who has the model."""
-    return bool(_making(change))
-
-
 def is_made_of_values(change: Change) -> bool:
     """Returns whether code that stores a number reads one from a tensor."""
-    return any(not names_reached(uses).isdisjoint(_READS_VALUES) for uses in _making(change))
+    return any(not names_reached(uses).isdisjoint(_READS_VALUES) for uses in making(change))
 
 
 def is_set_by_loading(change: Change) -> bool:
@@ -124,11 +121,11 @@ def is_set_by_loading(change: Change) -> bool:
     owner, name = table.keepers[0] if in_container and table.keepers else (table.owner, key)
     kinds = [type(owner), *map(type, getattr(owner, "__dict__", {}).values())]
     sets = [u for kind in kinds for u in loaders_of(kind) if name in (u.loads if in_container else u.stores)]
-    return bool(sets) and not _making(change)
+    return bool(sets) and not making(change)
 
 
-def _making(change: Change) -> list[Uses]:
-    """Returns the functions that store or change a value."""
+def making(change: Change) -> list[Uses]:
+    """Returns the functions of the model that store or change a value."""
     table, key = change.table, change.key
     if table.kind == "cache":
         code = getattr(table.entries.__wrapped__, "__code__", None)
@@ -197,7 +194,3 @@ def _helper_methods(owner: Any) -> Iterator[Uses]:
         if hasattr(helper, "__dict__") and not isinstance(helper, (torch.nn.Module, torch.Tensor, type)):
             yield from methods_of(type(helper)).values()
     yield from functions_around(owner if isinstance(owner, type) else type(owner))
-
-
-def _is_cached_property(kind: type, key: Any) -> bool:
-    return any(isinstance(vars(base).get(key), functools.cached_property) for base in kind.__mro__)

@@ -7,14 +7,14 @@ of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from sglang_reshard.derived.live_signature import Writes
 from sglang_reshard.derived.reachable import MISSING, Table, registers, tables, tensors_in
 from sglang_reshard.trace.live import storage_key
-from sglang_reshard.trace.live_signature import Writes
 
 RESTART = "Start the engine with disable_cuda_graph=True"  # where state cannot be computed again in place
 _LOADED = "_reshard_loaded"  # the attribute of a model that has its LoadedState
@@ -54,18 +54,18 @@ class LoadedState:
         self._known: dict[int, tuple[Any, dict[Any, Any]]] = {}
         self.writes = Writes()
         for table in tables(model):
-            values = {key: self._remembered(value) for key, value in table.items()}
+            values = dict(table.items())
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    values[key] = _OTHER if value.is_inference() else self.writes.watch(value)
+                elif isinstance(value, torch.nn.Module):
+                    values[key] = _OTHER
             # The object is referred to, so that its id stays its own.
             self._known[id(table.identity)] = table.identity, values
         self.writes.accept()
 
-    def _remembered(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return _OTHER if value.is_inference() else self.writes.watch(value)
-        return _OTHER if isinstance(value, torch.nn.Module) else value
-
-    def changes(self, model: torch.nn.Module) -> Iterator[Change]:
-        """Yields what differs."""
+    def changes(self, model: torch.nn.Module) -> list[Change]:
+        """Returns what differs."""
         found, self._memory = [], set[int]()
         accepted = self.writes.accepted()
         for table in tables(model):
@@ -79,7 +79,7 @@ class LoadedState:
                 loaded_anew = how == "replaced" and isinstance(value, torch.nn.Parameter)
                 if isinstance(value, torch.Tensor) and (how in ("", "written") or loaded_anew):
                     self._memory.add(storage_key(value))
-        return iter(found)
+        return found
 
     def new_tensors(self, change: Change) -> list[torch.Tensor]:
         """Returns the tensors in a value of `changes`, but for those in memory that the model had."""

@@ -100,60 +100,49 @@ class Table:
 
 
 class Named(MutableMapping[str, Any]):
-    """Values that an object has elsewhere than in its dictionary, by name. Not each of the names has one."""
+    """Values that are elsewhere than in a dictionary: by name, object and attribute. Not each of the names has one."""
 
-    def __init__(
-        self,
-        of: Any,
-        names: Iterable[str],
-        get: Callable[[Any, str], Any],
-        put: Callable[[Any, str, Any], None],
-        delete: Callable[[Any, str], None],
-    ) -> None:
-        self.names, self._of, self._get, self._put, self._delete = tuple(names), of, get, put, delete
+    def __init__(self, places: dict[str, tuple[Any, str]]) -> None:
+        self.places = places
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self.names if self.get(name, MISSING) is not MISSING)
+        return (name for name in self.places if self.get(name, MISSING) is not MISSING)
 
     def __getitem__(self, name: str) -> Any:
+        of, attribute = self.places[name]
         try:
-            return self._get(self._of, name)
+            return vars(of)[attribute] if isinstance(of, type) else object.__getattribute__(of, attribute)
         except (AttributeError, ValueError):  # of a slot, of a cell
             raise KeyError(name) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._put(self._of, name, value)
+        of, attribute = self.places[name]
+        # A frozen dataclass has another __setattr__.
+        (type if isinstance(of, type) else object).__setattr__(of, attribute, value)
 
     def __delitem__(self, name: str) -> None:
-        self._delete(self._of, name)
+        of, attribute = self.places[name]
+        (type if isinstance(of, type) else object).__delattr__(of, attribute)
 
 
 def _slots_of(value: Any) -> Named:
-    # A frozen dataclass has another __setattr__.
-    return Named(value, _slots(type(value)), object.__getattribute__, object.__setattr__, object.__delattr__)
+    return Named({name: (value, name) for name in _slots(type(value))})
 
 
 def _variables_of(kind: type) -> Named:
     """Returns those of a class, without its methods and descriptors."""
     of = list(vars(kind).items())
     names = [n for n, v in of if not n.startswith("__") and (isinstance(v, _FUNCTIONS) or not hasattr(v, "__get__"))]
-    return Named(kind, names, lambda of, name: vars(of)[name], type.__setattr__, type.__delattr__)
+    return Named({name: (kind, name) for name in names})
 
 
 def _cells_of(function: types.FunctionType) -> Named:
     """Returns those of a function's closure; one that is assigned later, or never, has no value."""
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-
-    def put(_: Any, name: str, value: Any) -> None:
-        cells[name].cell_contents = value
-
-    def delete(_: Any, name: str) -> None:
-        del cells[name].cell_contents
-
-    return Named(function, cells, lambda _, name: cells[name].cell_contents, put, delete)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return Named({name: (cell, "cell_contents") for name, cell in cells})
 
 
 def tables(model: torch.nn.Module) -> Iterator[Table]:
@@ -191,7 +180,8 @@ class _Walk:
             for register in registers(module):
                 yield Table(name, module, register, "attributes", keepers)
             yield Table(name, module, attributes, "attributes", keepers)
-            own = [(k, v) for k, v in attributes.items() if k in _HOOKS or not (k in OWN_ATTRIBUTES or _is_ours(k))]
+            foreign = (k for k in attributes if not (k in OWN_ATTRIBUTES or k.startswith("_reshard_")))
+            own = [(k, attributes[k]) for k in (*_HOOKS, *foreign)]
             for items in (attributes["_parameters"].items(), attributes["_buffers"].items(), own):
                 self.follow(name, items, module, keepers, 0)
 
@@ -322,7 +312,10 @@ def _leaves(value: Any, new: bool = False, in_objects: bool = True) -> Iterator[
     seen: set[int] = set()
     pending = deque([(value, _VALUE_DEPTH)])
     if new and isinstance(value, torch.nn.Module):
-        pending = deque((part, _VALUE_DEPTH - 1) for module in value.modules() for part in _of_new(module))
+        for m in value.modules():
+            own = [v for k, v in vars(m).items() if k not in OWN_ATTRIBUTES]
+            parts_of = (*m.parameters(recurse=False), *m.buffers(recurse=False), *own)
+            pending.extend((part, _VALUE_DEPTH - 1) for part in parts_of)
     while pending:
         part, depth = pending.popleft()
         if isinstance(part, (torch.Tensor, float, complex)) or type(part).__module__ == "numpy":
@@ -332,11 +325,6 @@ def _leaves(value: Any, new: bool = False, in_objects: bool = True) -> Iterator[
         if depth and id(part) not in seen and not isinstance(part, torch.nn.Module):
             seen.add(id(part))
             pending.extend((inner, depth - 1) for _, inner in parts(part))
-
-
-def _of_new(module: torch.nn.Module) -> list[Any]:
-    own = [v for k, v in vars(module).items() if k not in OWN_ATTRIBUTES]
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False), *own]
 
 
 def _python_modules(classes: Iterable[type]) -> list[types.ModuleType]:
@@ -362,10 +350,6 @@ def _find_slots(kind: type) -> tuple[str, ...]:
 
 
 _slots: Callable[[type], tuple[str, ...]] = functools.cache(_find_slots)
-
-
-def _is_ours(name: str) -> bool:
-    return name.startswith("_reshard_")
 
 
 def _is_followed(value: Any) -> bool:

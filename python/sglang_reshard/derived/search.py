@@ -17,14 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from sglang_reshard.derived.in_place import Remake, rehearse
-from sglang_reshard.derived.laziness import (
-    guards,
-    is_changed_by_model,
-    is_lazy,
-    is_made_of_values,
-    is_set_by_loading,
-    may_read,
-)
+from sglang_reshard.derived.laziness import guards, is_lazy, is_made_of_values, is_set_by_loading, making, may_read
 from sglang_reshard.derived.loaded_state import RESTART, Change, LoadedState
 from sglang_reshard.derived.reachable import numbers_in, tensors_in
 from sglang_reshard.errors import Unsupported
@@ -60,7 +53,7 @@ class Search:
         self._of_weights = {p.dtype for _, p in parameters}
         self._weights = {storage_key(t) for t in (*self._model.parameters(), *self._model.buffers())}
         for model, state in self._loaded:
-            changes = list(state.changes(model))
+            changes = state.changes(model)
             for change in changes:
                 key = id(change.table.identity), change.key
                 if key not in self._judged and self._may_hold(state, change):
@@ -89,7 +82,9 @@ class Search:
             self._refuse_in_place(change, f"it is computed together with {guarding[0].path}")
         elif change.how == "appeared":
             self._judge_unknown(state, change, of_parameter)
-        elif not _is_restored(change) and self._resembles_weights(change) and may_read(change, self._names):
+        elif change.how == "written" and change.table.entries is getattr(change.table.owner, "_buffers", None):
+            pass  # SGLang writes buffers when it resumes memory
+        elif self._resembles_weights(change) and may_read(change, self._names):
             self._refuse(change, "changed")
         self._judged.add(key)
 
@@ -104,8 +99,8 @@ class Search:
         path = change.table.path
         if any(flag.is_set and flag.path == path for flag in self._flags):
             return  # the flag is put back when new weights are live
-        if not is_changed_by_model(change):
-            return
+        if not making(change):
+            return  # somebody who has the model has changed it
         guarding = guards(change, changes)
         if not guarding or self._addresses_stay:
             self._refuse(change, "changed")
@@ -113,11 +108,11 @@ class Search:
 
     def _judge_in_place(self, change: Change, guarding: Sequence[Change]) -> None:
         outcome = rehearse(change, guarding, self._weights - _storages(change))
-        if outcome.remake is not None:
-            self.remakes.append(outcome.remake)
-        elif outcome.refusal and self._may_depend(change):
-            self._refuse_in_place(change, outcome.refusal)
-        elif outcome.refusal and not change.table.is_global:
+        if isinstance(outcome, Remake):
+            self.remakes.append(outcome)
+        elif outcome and self._may_depend(change):
+            self._refuse_in_place(change, outcome)
+        elif outcome and not change.table.is_global:
             self.unknown.append(change.path)
 
     def _judge_unknown(self, state: LoadedState, change: Change, of_parameter: bool) -> None:
@@ -164,12 +159,6 @@ class Search:
             "the model is known to compute it again. To serve new weights, start an engine on their checkpoint. Please "
             "report the model and the engine's options"
         )
-
-
-def _is_restored(change: Change) -> bool:
-    """Returns whether it is a buffer: SGLang writes those when it resumes memory."""
-    owner = change.table.owner
-    return change.how == "written" and isinstance(owner, torch.nn.Module) and change.table.entries is owner._buffers
 
 
 def _numbers(change: Change) -> list[Any]:

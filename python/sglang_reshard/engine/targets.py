@@ -9,11 +9,11 @@ import torch
 
 from sglang_reshard.derived import DerivedState
 from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.trace.loader import NamesRead
 from sglang_reshard.trace.program import MayStay, Program, Step, torch_dtype
-from sglang_reshard.trace.tracer import trace
+from sglang_reshard.trace.tracer import names_read, trace
 
 if TYPE_CHECKING:
-    from sglang_reshard.trace.names_read import NamesRead
     from sglang_reshard.trace.stock_load import EngineStart
 
 
@@ -82,8 +82,6 @@ class TracedModel:
         return trace(self._model, specs, self._start, may_stay=may_stay)
 
     def names_read(self, specs: Sequence[TensorSpec]) -> NamesRead:
-        from sglang_reshard.trace.names_read import names_read
-
         return names_read(self._model, specs)
 
     def renew(self, *, model_ran: bool) -> None:
@@ -130,8 +128,6 @@ class ReceivedAdapter:
         return Program.whole(shapes, flat, (Step("", "use", self.use),))
 
     def names_read(self, specs: Sequence[TensorSpec]) -> NamesRead:
-        from sglang_reshard.trace.names_read import NamesRead
-
         return NamesRead(frozenset(spec.name for spec in specs), "")
 
     def renew(self, *, model_ran: bool) -> None:

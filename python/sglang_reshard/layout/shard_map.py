@@ -68,17 +68,13 @@ class ShardMap(msgspec.Struct, frozen=True, array_like=True):
 
     def min_local_shape(self, trainer_rank: int) -> tuple[int, ...] | None:
         """Returns the smallest shape that the rank's local tensor can have; None if the rank holds nothing."""
-        ends = [
-            tuple(a + n for a, n in zip(shard.local_start, self._extent(shard), strict=True))
-            for shard in self.shards_of(trainer_rank)
-        ]
+        ends = []
+        for shard in self.shards_of(trainer_rank):
+            extent = shard.box.shape
+            if self.strides is not None:
+                extent = (1 + sum((n - 1) * s for n, s in zip(extent, self.strides, strict=True)),)
+            ends.append(tuple(a + n for a, n in zip(shard.local_start, extent, strict=True)))
         return tuple(map(max, *ends)) if len(ends) > 1 else ends[0] if ends else None
-
-    def _extent(self, shard: ShardBox) -> tuple[int, ...]:
-        """Returns the elements that a shard takes along each dimension of a holder's local tensor."""
-        if self.strides is None:
-            return shard.box.shape
-        return (1 + sum((n - 1) * s for n, s in zip(shard.box.shape, self.strides, strict=True)),)
 
     def covered_elements(self) -> int:
         """Returns the number of elements that at least one rank holds."""

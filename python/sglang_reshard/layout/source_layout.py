@@ -278,7 +278,10 @@ def in_order(mesh: Mesh, placements: tuple[Placement, ...], orders: Orders) -> M
         return MeshSharding(mesh, placements)
     strides = [math.prod(mesh.shape[d + 1 :]) for d in range(len(mesh.shape))]
     shape = tuple(mesh.shape[d] for d in permutation)
-    ranks = [mesh.ranks[n] for n in _positions(shape, [strides[d] for d in permutation])]
+    positions = [0]  # of each element of the permuted mesh, in row-major order
+    for size, stride in zip(shape, (strides[d] for d in permutation), strict=True):
+        positions = [position + index * stride for position in positions for index in range(size)]
+    ranks = [mesh.ranks[n] for n in positions]
     return MeshSharding(Mesh(shape, tuple(ranks)), tuple(placements[d] for d in permutation))
 
 
@@ -292,11 +295,3 @@ def in_order_of_strides(mesh: Mesh, placements: tuple[Placement, ...]) -> MeshSh
     if orders is None:
         return MeshSharding(mesh, placements)
     return in_order(mesh, tuple(Placement(p.dim) for p in placements), orders)
-
-
-def _positions(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Returns the position of each element of a strided array, in row-major order."""
-    found = [0]
-    for size, stride in zip(shape, strides, strict=True):
-        found = [position + index * stride for position in found for index in range(size)]
-    return found

@@ -16,29 +16,23 @@ from sglang_reshard.sources.module import named_shards
 from sglang_reshard.sources.state import NamedTensors, TrainerState, as_list, describe, tied_names
 
 if TYPE_CHECKING:
-    from sglang_reshard.sources.converter_slices import fused_slices
     from sglang_reshard.sources.flat import FlatBuffer, FlatMember
     from sglang_reshard.sources.fused import FusedSlice, FusedTensor, slice_of
     from sglang_reshard.sources.lora import adapter_tensors, base_tensors
     from sglang_reshard.sources.lora_config import adapter_config
     from sglang_reshard.sources.megatron_lora import megatron_adapter_config, megatron_adapter_tensors
-    from sglang_reshard.sources.verl_shard_spec import blocks
+    from sglang_reshard.sources.verl_shard_spec import blocks, fused_slices
 
-# Names of what most trainers do not use -> the module in this package that has them, which is imported then.
-_DEFINED_IN = {
-    "FlatBuffer": "flat",
-    "FlatMember": "flat",
-    "FusedSlice": "fused",
-    "FusedTensor": "fused",
-    "adapter_config": "lora_config",
-    "adapter_tensors": "lora",
-    "base_tensors": "lora",
-    "blocks": "verl_shard_spec",
-    "fused_slices": "converter_slices",
-    "megatron_adapter_config": "megatron_lora",
-    "megatron_adapter_tensors": "megatron_lora",
-    "slice_of": "fused",
+# What most trainers do not use, by the module in this package that has it, which is imported then.
+_LAZY = {
+    "flat": ("FlatBuffer", "FlatMember"),
+    "fused": ("FusedSlice", "FusedTensor", "slice_of"),
+    "lora": ("adapter_tensors", "base_tensors"),
+    "lora_config": ("adapter_config",),
+    "megatron_lora": ("megatron_adapter_config", "megatron_adapter_tensors"),
+    "verl_shard_spec": ("blocks", "fused_slices"),
 }
+_DEFINED_IN = {name: module for module, names in _LAZY.items() for name in names}
 
 __all__ = [
     "ExplicitSharding",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from sglang_reshard.errors import Unsupported
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.source_layout import (
     Mesh,
     MeshSharding,
@@ -78,6 +80,33 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
+def own_part(where: str, shape: tuple[int, ...], local: torch.Tensor) -> Box | None:
+    """Returns the part of a tensor of global `shape` (elements) that a DTensor's local tensor states; None for nothing.
+
+    Megatron-FSDP cuts a buffer of many parameters into equal pieces, so that of each parameter ranks hold any number of
+    rows. Each local tensor states its own place, in the way in which torch's distributed checkpoints ask for it.
+
+    Raises Mismatch, starting with `where`, for a part that is not the local tensor's or is outside of the shape, and
+    Unsupported for several parts.
+    """
+    if not local.numel():
+        return None
+    chunks: list[Any] = local.__create_chunk_list__()  # type: ignore[attr-defined]
+    if len(chunks) != 1:
+        raise Unsupported(
+            f"{where} has a local tensor with {len(chunks)} chunks; pass each chunk with an ExplicitSharding"
+        )
+    start, sizes = (tuple(map(int, numbers)) for numbers in (chunks[0].offsets, chunks[0].sizes))
+    box = Box(start, tuple(map(operator.add, start, sizes)))
+    alike = len(start) == len(sizes) == len(shape) and sizes == tuple(local.shape)
+    if not alike or box.intersect(Box.whole(shape)) != box:
+        raise Mismatch(
+            f"{where} has a local tensor of shape {tuple(local.shape)}, but states the chunk {sizes} at {start} of "
+            f"global shape {shape}. Call update_uneven_dtensor_chunk_metadata on it again, or pass an ExplicitSharding"
+        )
+    return box
+
+
 def mesh_sharding(
     where: str,
     mesh: Any,
@@ -144,19 +173,15 @@ def _orders(
             f"{where} has the placements {placements} and the shard order {order.entries}, which do not go together; "
             f"{_CURE}"
         )
-    if not strided:
-        return placements, stated if stated != default else _megatron_order(mesh, stated)
-    if by_strides is None:
+    if by_strides is not None:
+        return tuple(Placement(p.dim) for p in placements), by_strides
+    if strided:
         return placements, default
-    return tuple(Placement(p.dim) for p in placements), by_strides
-
-
-def _megatron_order(mesh: Any, orders: Orders) -> Orders:
-    """Returns the order that Megatron-FSDP writes on a mesh, where tensor parallelism splits first, if it has."""
+    # Megatron-FSDP writes the order on a mesh where tensor parallelism splits first.
     listed: list[int] = list(getattr(mesh, "_shard_order", ()))
-    if not listed:
-        return orders
-    return {dim: tuple(sorted(mesh_dims, key=listed.index)) for dim, mesh_dims in orders.items()}
+    if listed and stated == default:
+        stated = {dim: tuple(sorted(mesh_dims, key=listed.index)) for dim, mesh_dims in stated.items()}
+    return placements, stated
 
 
 def on_root_mesh(mesh: Any, per_dim: tuple[T, ...], elsewhere: T) -> tuple[torch.Tensor, tuple[T, ...]]:

@@ -72,17 +72,14 @@ def _message(name: str, shards: _Shards, local: torch.Tensor, trainer_rank: int)
     elements = nans = infinities = 0
     firsts: list[tuple[int, ...]] = []
     for held, region in shards:
-        found = False
         for box, chunk in _chunks(region.view(local)):
             values = chunk.float() if chunk.element_size() == 1 else chunk
             nan, infinite = values.isnan(), values.isinf()
-            here = int(nan.sum()), int(infinite.sum())
-            if any(here) and not found:
+            if bool((nan | infinite).any()):
                 position = int((nan | infinite).flatten().to(torch.uint8).argmax())
                 index = map(int, np.unravel_index(position, box.shape))
                 firsts.append(tuple(map(sum, zip(held.start, box.start, index, strict=True))))
-                found = True
-            elements, nans, infinities = elements + box.numel, nans + here[0], infinities + here[1]
+            elements, nans, infinities = elements + box.numel, nans + int(nan.sum()), infinities + int(infinite.sum())
     counts = [f"{n} {kind}" for n, kind in ((nans, "NaN"), (infinities, "infinite")) if n]
     return (
         f"trainer rank {trainer_rank}: {nans + infinities} of the {elements} elements of {name} on this rank are not "

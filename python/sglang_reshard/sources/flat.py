@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,6 @@ def split_flat(
         piece = local[begin - first : min(last, end) - first] if begin < min(last, end) else nothing
         if not member.slices:
             yield LocalShard(member.name, member.shape, flat_shard_map(member.shape, ranges), piece)
-            continue
         for name, part in member.slices:
             if reason := invalid_slice_reason(part, member.shape):
                 raise Mismatch(f"{where}: the slice {name} of its {member.name} {reason}")
@@ -101,7 +100,8 @@ def flat_shard_map(shape: tuple[int, ...], ranges: tuple[tuple[int, int, int], .
 
     ranges  (trainer rank, begin, end); the rank's local tensor begins with the first element of its range
     """
-    strides = _row_major(shape)
+    # Of a contiguous tensor; empty dimensions count as one.
+    strides = tuple(math.prod(max(1, n) for n in shape[d + 1 :]) for d in range(len(shape)))
     held = []
     for rank, begin, end in ranges:
         for box in flat_boxes(shape, begin, end):
@@ -125,11 +125,6 @@ def _slice_shard_map(shape: tuple[int, ...], ranges: tuple[tuple[int, int, int],
         stop = tuple(common.stop[axis] - part.start[axis] for axis in part.axes)
         held += [(Box(start, stop), (position,), rank) for rank in shard.ranks]
     return ShardMap.of(held, tuple(whole.strides[axis] for axis in part.axes))
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the strides (elements) of a contiguous tensor; empty dimensions count as one."""
-    return tuple(math.prod(max(1, n) for n in shape[d + 1 :]) for d in range(len(shape)))
 
 
 def flat_boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
@@ -169,9 +164,12 @@ def partition(where: str, name: str, parameter: Any) -> tuple[torch.Tensor, Flat
         )
     if hasattr(piece, "ds_quant_scale"):
         raise Unsupported(f"{where} is quantized by ZeRO-3; unset zero_quantized_nontrainable_weights")
-    size, total = int(piece.ds_numel), int(parameter.ds_numel)
-    ranges = tuple(
-        (rank, min(number * size, total), min((number + 1) * size, total))
-        for number, rank in enumerate(dist.get_process_group_ranks(parameter.ds_process_group))
-    )
+    group = dist.get_process_group_ranks(parameter.ds_process_group)
+    ranges = equal_ranges([group], int(piece.ds_numel), int(parameter.ds_numel))
     return piece, FlatBuffer((FlatMember(name, tuple(parameter.ds_shape), 0),), ranges)
+
+
+def equal_ranges(groups: Iterable[Sequence[int]], size: int, total: int) -> tuple[tuple[int, int, int], ...]:
+    """Returns the `ranges` of a buffer of `total` elements. Each rank of a group holds `size` of them, in order."""
+    numbered = ((number * size, rank) for group in groups for number, rank in enumerate(group))
+    return tuple((rank, min(begin, total), min(begin + size, total)) for begin, rank in numbered)

@@ -20,7 +20,7 @@ from torch import nn
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources.dtensor import on_root_mesh
-from sglang_reshard.sources.flat import FlatBuffer, FlatMember
+from sglang_reshard.sources.flat import FlatBuffer, FlatMember, equal_ranges
 
 # By FSDP1's handle of a flat parameter, with the name of its module. The same object tells that nothing has changed.
 _buffers: WeakKeyDictionary[Any, tuple[str, FlatBuffer]] = WeakKeyDictionary()
@@ -75,12 +75,7 @@ def _ranges(part: Any, handle: Any) -> tuple[tuple[int, int, int], ...]:
     total = sum(handle.flat_param._numels_with_padding)
     if not handle.uses_sharded_strategy:
         return tuple((rank, 0, total) for rank in dist.get_process_group_ranks(part.process_group))
-    size = handle.flat_param._sharded_size.numel()
-    return tuple(
-        (rank, min(number * size, total), min((number + 1) * size, total))
-        for group in _sharding_groups(part)
-        for number, rank in enumerate(group)
-    )
+    return equal_ranges(_sharding_groups(part), handle.flat_param._sharded_size.numel(), total)
 
 
 def _sharding_groups(part: Any) -> list[list[int]]:

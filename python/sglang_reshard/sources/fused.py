@@ -139,15 +139,11 @@ def invalid_slice_reason(fused_slice: FusedSlice, shape: tuple[int, ...]) -> str
 
 
 class _LocalSlice(NamedTuple):
-    """A fused slice on one trainer rank.
-
-    selection  indexes the rank's local tensor; None if the rank holds nothing of the slice
-    order      permutes the dimensions that are left then; empty if they are in order
-    """
+    """A fused slice on one trainer rank."""
 
     shard_map: ShardMap
-    selection: tuple[int | slice, ...] | None
-    order: tuple[int, ...]
+    selection: tuple[int | slice, ...] | None  # indexes the local tensor; None if the rank holds nothing of the slice
+    order: tuple[int, ...]  # of the dimensions that are left then; empty if they are in order
 
 
 @functools.lru_cache(maxsize=64)
@@ -171,33 +167,30 @@ def _local_slices(
 def _local_slice(shards: Sequence[ShardBox], part: FusedSlice, trainer_rank: int) -> _LocalSlice | None:
     """Returns a slice, from the shards of the fused tensor that overlap it."""
     overlaps = []
-    begin: dict[int, tuple[int, ...]] = {}  # trainer rank -> start of the slice in its local tensor
-    end: dict[int, tuple[int, ...]] = {}
+    held: dict[int, Box] = {}  # trainer rank -> the box of its local tensor that has the slice
     for shard in shards:
         start = tuple(map(max, shard.box.start, part.start))
         stop = tuple(map(min, shard.box.stop, part.stop))
         local_start = tuple(p + a - b for p, a, b in zip(shard.local_start, start, shard.box.start, strict=True))
         local_stop = tuple(p + b - a for p, a, b in zip(local_start, start, stop, strict=True))
-        overlaps.append((start, stop, local_start, shard.ranks))
         for rank in shard.ranks:
-            begin[rank] = tuple(map(min, begin.get(rank, local_start), local_start))
-            end[rank] = tuple(map(max, end.get(rank, local_stop), local_stop))
+            overlaps.append((start, stop, local_start, rank))
+            own = held.get(rank, Box(local_start, local_stop))
+            held[rank] = Box(tuple(map(min, own.start, local_start)), tuple(map(max, own.stop, local_stop)))
     dropped = [axis for axis in range(len(part.start)) if axis not in part.axes]
-    if any(end[rank][axis] - begin[rank][axis] != 1 for rank in begin for axis in dropped):
+    if any(own.shape[axis] != 1 for own in held.values() for axis in dropped):
         return None
 
     def within(index: tuple[int, ...], origin: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(index[axis] - origin[axis] for axis in part.axes)
 
     shard_map = ShardMap.of(
-        (Box(within(start, part.start), within(stop, part.start)), within(local_start, begin[rank]), rank)
-        for start, stop, local_start, ranks in overlaps
-        for rank in ranks
+        (Box(within(start, part.start), within(stop, part.start)), within(local_start, held[rank].start), rank)
+        for start, stop, local_start, rank in overlaps
     )
     selection = None
-    if trainer_rank in begin:
-        bounds = enumerate(zip(begin[trainer_rank], end[trainer_rank], strict=True))
-        selection = tuple(slice(a, b) if axis in part.axes else a for axis, (a, b) in bounds)
+    if mine := held.get(trainer_rank):
+        selection = tuple(one if axis in part.axes else one.start for axis, one in enumerate(mine.slices()))
     kept = sorted(part.axes)
     order = tuple(map(kept.index, part.axes))
     return _LocalSlice(shard_map, selection, order if order != tuple(range(len(order))) else ())

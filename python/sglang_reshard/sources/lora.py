@@ -16,8 +16,14 @@ from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.sources.flat import FlatBuffer, FlatMember
 from sglang_reshard.sources.fsdp1 import clean_name
 from sglang_reshard.sources.lora_config import check_options
-from sglang_reshard.sources.lora_experts import StackedExperts, stacked_experts
-from sglang_reshard.sources.lora_layers import BaseWeights, adapted_layers, check_layers, peft_config
+from sglang_reshard.sources.lora_layers import (
+    BaseWeights,
+    StackedExperts,
+    adapted_layers,
+    check_layers,
+    peft_config,
+    stacked_experts,
+)
 from sglang_reshard.sources.module import named_shards
 
 _OF_ADAPTER = re.compile(
@@ -49,14 +55,11 @@ def adapter_tensors(module: nn.Module, adapter: str = "default") -> list[tuple[A
     if (config := peft_config(module, adapter)) is not None:
         check_options(config.to_dict())
     check_layers(module, adapter)
-    layers = _layers([name for row in rows for name in _names(row)], adapter)
+    names = ([member.name for member in row[2].members] if len(row) > 2 else [row[0]] for row in rows)
+    layers = _layers([name for of_row in names for name in of_row], adapter)
     if left := sorted({path for path, _ in adapted_layers(module, adapter)} - {clean_name(path) for path in layers}):
         raise Unsupported(_tied(left[0]))
     return found
-
-
-def _names(row: tuple[Any, ...]) -> list[str]:
-    return [member.name for member in row[2].members] if len(row) > 2 else [row[0]]
 
 
 def _layers(names: Sequence[str], adapter: str) -> dict[str, set[str]]:

@@ -14,8 +14,7 @@ from typing import Any
 from torch import nn
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.sources.lora_experts import target_modules
-from sglang_reshard.sources.lora_layers import check_layers
+from sglang_reshard.sources.lora_layers import check_layers, target_modules
 
 # Options of any value: those that choose modules and first values, or say where an adapter comes from and how it is
 # trained, and those that are read below.

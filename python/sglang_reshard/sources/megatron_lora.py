@@ -45,32 +45,20 @@ _PROJECTIONS = {
     "mlp.linear_fc2": ("mlp.down_proj",),
 }
 Listed = tuple[str, torch.Tensor, ExplicitSharding]
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """`count` rows of a projection's lora_B from row `start`, which follow those of the last `_Rows` in linear_out."""
-
-    projection: str
-    start: int
-    count: int
+# A projection, and first and number of the rows of its lora_B that follow those of the last `_Rows` in linear_out.
+_Rows = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An adapter's linear_in and linear_out under Megatron-Bridge's name of the adapter.
-
-    layer        number of the decoder layer in the whole model
-    projections  the projections that it adapts
-    tp_rank, tp_size  of its tensor parallel group
-    """
+    """An adapter's linear_in and linear_out under Megatron-Bridge's name of the adapter."""
 
     name: str
-    layer: int
+    layer: int  # number of the decoder layer in the whole model
     linear: str
-    projections: tuple[str, ...]
+    projections: tuple[str, ...]  # that it adapts
     module: Any
-    tp_rank: int
+    tp_rank: int  # in its tensor parallel group
     tp_size: int
 
 
@@ -110,7 +98,7 @@ def megatron_adapter_config(models: nn.Module | Sequence[nn.Module]) -> str:
 
 def _parts(models: nn.Module | Sequence[nn.Module]) -> list[_Part]:
     chunks = [models] if isinstance(models, nn.Module) else list(models)
-    if found := [part for chunk in chunks for part in _parts_of(_unwrapped(chunk))]:
+    if found := [part for chunk in chunks for part in _parts_of(chunk)]:
         return found
     raise Mismatch(
         "the model has no adapter; pass the model chunks of this rank after Megatron-Bridge's LoRA has been applied to "
@@ -118,19 +106,22 @@ def _parts(models: nn.Module | Sequence[nn.Module]) -> list[_Part]:
     )
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _parts_of(model: nn.Module) -> Iterator[_Part]:
     while isinstance(inner := getattr(model, "module", None), nn.Module):  # DDP and Float16Module
         model = inner
-    return model
-
-
-def _parts_of(model: nn.Module) -> Iterator[_Part]:
     for name, parameter in model.named_parameters():
         if not _OF_ADAPTER.search(name):
             continue
         match = _PARAMETER.fullmatch(name)
         if match is None:
-            raise Unsupported(_not_supported(name))
+            if name.endswith("weight_magnitude"):
+                why = "SGLang does not serve DoRA; train with LoRA"
+            else:
+                why = (
+                    "only adapters of linear_qkv, linear_proj, linear_fc1 and linear_fc2 of dense decoder layers are "
+                    "supported; leave this module out of target_modules"
+                )
+            raise Unsupported(f"{name}: {why}, or merge the adapter into the weights")
         if isinstance(parameter, DTensor):
             raise Unsupported(
                 f"{name} is a DTensor; Megatron-FSDP's adapters are not supported. Train without it, or merge the "
@@ -138,15 +129,6 @@ def _parts_of(model: nn.Module) -> Iterator[_Part]:
             )
         if match["matrix"] == "linear_out":
             yield _part(model, name.removesuffix(".linear_out.weight"), match)
-
-
-def _not_supported(name: str) -> str:
-    if name.endswith("weight_magnitude"):
-        return f"{name}: SGLang does not serve DoRA; train with LoRA, or merge the adapter into the weights"
-    return (
-        f"{name}: only adapters of linear_qkv, linear_proj, linear_fc1 and linear_fc2 of dense decoder layers are "
-        "supported; leave this module out of target_modules, or merge the adapter into the weights"
-    )
 
 
 def _part(model: nn.Module, name: str, match: re.Match[str]) -> _Part:
@@ -187,21 +169,20 @@ def _tensors_of(part: _Part, trainer_rank: int) -> Iterator[Listed]:
             f"dim={part.module.dim}; its tensor parallel group is not that of linear_in"
         )
     rows = _rows(part, linear_out.shape[0] * part.tp_size)
-    shardings_b = _lora_b(rows, tuple(linear_out.shape), part.tp_rank, trainer_rank)
+    shardings_b = dict(_lora_b(rows, tuple(linear_out.shape), part.tp_rank, trainer_rank))
     for projection in part.projections:
         yield f"{prefix}{projection}.lora_A.weight", linear_in, sharding_a
-        for found, sharding in shardings_b:
-            if found == projection:
-                yield f"{prefix}{projection}.lora_B.weight", linear_out, sharding
+        if projection in shardings_b:
+            yield f"{prefix}{projection}.lora_B.weight", linear_out, shardings_b[projection]
 
 
 def _rows(part: _Part, total: int) -> tuple[_Rows, ...]:
     """Returns what the `total` rows are of all tensor parallel ranks' linear_out, one rank's after the other's."""
     if len(part.projections) == 1:
-        return (_Rows(part.projections[0], 0, total),)
+        return ((part.projections[0], 0, total),)
     if part.linear == "mlp.linear_fc1":
         own = total // 2 // part.tp_size
-        return tuple(_Rows(half, rank * own, own) for rank in range(part.tp_size) for half in part.projections)
+        return tuple((half, rank * own, own) for rank in range(part.tp_size) for half in part.projections)
     config = part.module.config
     heads, head = config.num_attention_heads, config.kv_channels
     groups = config.num_query_groups or heads
@@ -213,7 +194,7 @@ def _rows(part: _Part, total: int) -> tuple[_Rows, ...]:
             "target_modules, or merge the adapter into the weights"
         )
     of_group = tuple(zip(part.projections, rows, strict=True))
-    return tuple(_Rows(name, group * count, count) for group in range(groups) for name, count in of_group)
+    return tuple((name, group * count, count) for group in range(groups) for name, count in of_group)
 
 
 # Cached, as the same objects tell an update that nothing has changed.
@@ -237,12 +218,11 @@ def _lora_b(
     sizes: dict[str, int] = {}
     held: dict[str, list[tuple[Box, tuple[int, ...], int]]] = {}
     begin = -tp_rank * own  # of these rows in this rank's linear_out
-    for piece in rows:
-        sizes[piece.projection] = sizes.get(piece.projection, 0) + piece.count
-        first, last = max(begin, 0), min(begin + piece.count, own)
+    for projection, start, count in rows:
+        sizes[projection] = sizes.get(projection, 0) + count
+        first, last = max(begin, 0), min(begin + count, own)
         if first < last:
-            start = piece.start + first - begin
-            box = Box((start, 0), (start + last - first, columns))
-            held.setdefault(piece.projection, []).append((box, (first, 0), trainer_rank))
-        begin += piece.count
+            box = Box((start + first - begin, 0), (start + last - begin, columns))
+            held.setdefault(projection, []).append((box, (first, 0), trainer_rank))
+        begin += count
     return tuple((name, ExplicitSharding((sizes[name], columns), ShardMap.of(found))) for name, found in held.items())

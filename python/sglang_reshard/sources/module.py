@@ -11,6 +11,7 @@ from torch import nn
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources.memory_identity import is_flattened
+from sglang_reshard.torch_private import persistent_buffers
 
 
 def named_shards(module: nn.Module) -> Iterator[tuple[Any, ...]]:
@@ -56,11 +57,3 @@ def _of_fsdp(module: nn.Module) -> Iterator[tuple[Any, ...]]:
             yield cleaned, sharded.of(name, parameter)
     for name, tensor in persistent_buffers(module):
         yield clean_name(name) if wrapped else name, tensor
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the buffers of a module's state dict, by name."""
-    for path, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer

@@ -25,7 +25,14 @@ from sglang_reshard.layout.source_layout import (
     compute_local_shapes,
     compute_shard_map,
 )
-from sglang_reshard.sources.dtensor import LEFT_TO_RIGHT, ShardOrder, local_tensor, mesh_sharding, shard_order
+from sglang_reshard.sources.dtensor import (
+    LEFT_TO_RIGHT,
+    ShardOrder,
+    local_tensor,
+    mesh_sharding,
+    own_part,
+    shard_order,
+)
 from sglang_reshard.sources.memory_identity import is_flattened, is_partitioned
 from sglang_reshard.torch_private import is_traceable_wrapper_subclass
 
@@ -133,8 +140,6 @@ class TensorReader:
             sharding = self._on_mesh(where, tensor.device_mesh, tensor.placements, order)
             shape, local = tuple(tensor.shape), local_tensor(tensor)
             if hasattr(local, "__create_chunk_list__"):
-                from sglang_reshard.sources.uneven import own_part
-
                 return shape, self._of_own_part(where, shape, sharding, own_part(where, shape, local)), local
             return shape, sharding, local
         return tuple(tensor.shape), self._replicated, tensor

@@ -164,15 +164,14 @@ class _LayoutTables:
 
     def indices(self, sharding: Sharding) -> tuple[int, int]:
         """Returns `mesh` and `placements` of a `SourceTensor`."""
-        known = self._known.get(id(sharding))
-        if known is None:
+        if id(sharding) not in self._known:
             if isinstance(sharding, ShardMap):
                 found = EXPLICIT, self._explicit.setdefault(sharding, len(self._explicit))
             else:
                 mesh = self._meshes.setdefault(sharding.mesh, len(self._meshes))
                 found = mesh, self._placements.setdefault(sharding.placements, len(self._placements))
-            known = self._known[id(sharding)] = sharding, found
-        return known[1]
+            self._known[id(sharding)] = sharding, found
+        return self._known[id(sharding)][1]
 
     def layout(self, trainer_ranks: int, tensors: Iterable[SourceTensor]) -> SourceLayout:
         tables = tuple(self._meshes), tuple(self._placements)

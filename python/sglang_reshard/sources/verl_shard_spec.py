@@ -5,18 +5,27 @@ mesh, placements    as of a DTensor; without a mesh every trainer rank holds the
 hf_slots            names and shapes of the checkpoint tensors it represents, for a fused tensor
 to_hf_chunk         the converter of the fused tensor to those, if they are not its rows
 place               this rank's block, if no mesh tells it: not read here, see `blocks`
+
+A converter takes rows (experts) and returns named tensors, by slicing, transposing and renaming. It is traced once,
+over a row without data, and tells so which slice of the fused tensor each checkpoint tensor is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap
-from sglang_reshard.sources.converter_slices import fused_slices
-from sglang_reshard.sources.fused import FusedTensor
+from sglang_reshard.sources.fused import FusedSlice, FusedTensor, NamedSlices, as_slice
+from sglang_reshard.trace.converter_trace import TracedResult, trace_converter
+
+Converter = Callable[[int, torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
 
 
 def fused_tensor_of(where: str, spec: Any) -> FusedTensor | None:
@@ -54,3 +63,108 @@ def blocks(shape: Sequence[int], boxes: Sequence[Box | None]) -> ExplicitShardin
     origin = (0,) * len(shape)
     held = ((box, origin, rank) for rank, box in enumerate(boxes) if box is not None and box.numel)
     return ExplicitSharding(tuple(map(int, shape)), ShardMap.of(held))
+
+
+def fused_slices(
+    names_and_shapes: Sequence[tuple[str, Sequence[int]]],
+    full_shape: Sequence[int],
+    to_hf_chunk: Converter | None = None,
+) -> NamedSlices:
+    """Returns the slices of a fused tensor of global `full_shape` (elements) that verl's `ShardSpec.hf_slots` names.
+
+    names_and_shapes  what the converter returns for all rows, row by row
+    to_hf_chunk       the converter: (number of the first row, rows) -> [(name, tensor)]. Without one, each name is a
+                      row. It is assumed to treat every row as row 0, except for numbers in names
+
+    Raises Unsupported, naming the tensor, for names that the converter does not return, and for tensors that are not a
+    box of a row with its dimensions permuted.
+    """
+    shape = tuple(map(int, full_shape))
+    named = [(name, tuple(map(int, size))) for name, size in names_and_shapes]
+    row = (1, *shape[1:])
+    if to_hf_chunk is None:
+        slices = [(named[0][0] if named else "", FusedSlice((0,) * len(shape), row, tuple(range(1, len(shape)))))]
+    else:
+        slices = _of_row(to_hf_chunk, row)
+    return _of_all_rows(named, shape, slices)
+
+
+def _of_all_rows(
+    named: list[tuple[str, tuple[int, ...]]], shape: tuple[int, ...], slices: list[tuple[str, FusedSlice]]
+) -> NamedSlices:
+    """Returns the slices of all rows, given those of row 0."""
+    if len(named) != shape[0] * len(slices):
+        raise Unsupported(
+            f"{named[0][0] if named else 'a fused tensor'}: got {len(named)} names, but the converter returns "
+            f"{len(slices)} tensors for each of {shape[0]} rows"
+        )
+    patterns = [_pattern(name) for name, _ in slices]
+    shifts: dict[tuple[int, str], list[int]] = {}  # of the numbers in names, from row 0 on
+    found = []
+    for number, (name, size) in enumerate(named):
+        row, place = divmod(number, len(slices))
+        first_name, part = slices[place]
+        shift = [new - first for new, first in zip(_numbers(name), _numbers(first_name), strict=False)]
+        alike = _pattern(name) == patterns[place] and shifts.setdefault((row, patterns[place]), shift) == shift
+        if not alike or size != part.shape or (row == 0 and name != first_name):
+            raise Unsupported(
+                f"{name} of shape {size} is listed where the converter returns {first_name} of shape {part.shape} for "
+                "row 0. The converter must treat all rows alike"
+            )
+        found.append((name, FusedSlice((row, *part.start[1:]), (row + 1, *part.stop[1:]), part.axes)))
+    return tuple(found)
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]
+
+
+def _of_row(to_hf_chunk: Converter, row: tuple[int, ...]) -> list[tuple[str, FusedSlice]]:
+    """Returns what the converter makes of row 0."""
+    try:
+        traced = trace_converter(lambda rows: dict(to_hf_chunk(0, rows)), row, torch.bfloat16)
+    except Unsupported as error:
+        raise Unsupported(f"{error}. Pass the checkpoint tensors separately") from error
+    except Exception as error:
+        raise Unsupported(
+            f"the converter of a fused tensor does not run on a tensor of shape {row} without data "
+            f"({type(error).__name__}: {error}); pass the checkpoint tensors separately"
+        ) from error
+    found = []
+    for name, result in traced.items():
+        part = _as_slice(result, row)
+        if part is None:
+            raise Unsupported(
+                f"the converter computes or reorders {name}: it is not a slice of a row of shape {row} with its "
+                "dimensions permuted. Pass the checkpoint tensors separately"
+            )
+        found.append((name, part))
+    return found
+
+
+def _as_slice(result: TracedResult, row: tuple[int, ...]) -> FusedSlice | None:
+    shape, boxes = result
+
+    def position(index: Sequence[int]) -> int:
+        """Returns where an element of the result is in the row; 0 if it comes from elsewhere."""
+        for box in boxes:
+            skipped = [i - a for i, a in zip(index, box.start, strict=True)]
+            if all(0 <= i < n for i, n in zip(skipped, box.size, strict=True)):
+                return box.write + sum(i * s for i, s in zip(skipped, box.stride, strict=True))
+        return 0
+
+    first = position([0] * len(shape))
+    strides = tuple(
+        position([int(d == axis) for d in range(len(shape))]) - first if n > 1 else 0 for axis, n in enumerate(shape)
+    )
+    for box in boxes:
+        steps = zip(box.size, box.stride, strides, strict=True)
+        begins = first + sum(a * s for a, s in zip(box.start, strides, strict=True))
+        if box.write != begins or any(n > 1 and step != s for n, step, s in steps):
+            return None
+    complete = sum(math.prod(box.size) for box in boxes) == math.prod(shape)
+    return as_slice(first, shape, strides, row) if complete else None

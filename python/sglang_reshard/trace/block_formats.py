@@ -7,12 +7,10 @@ So the trainer sends it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
-
-from sglang_reshard.layout.regions import TensorSpec
 
 FP8 = torch.float8_e4m3fn
 _MAX = torch.finfo(FP8).max
@@ -25,85 +23,12 @@ _LARGEST = 6.0  # of E2M1
 _BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
-def quantize_nvfp4(weights: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns packed weights, uint8 [n, rows, columns / 2], and their scales, float8_e4m3fn [n, rows, columns / 16].
-
-    weights  [n, rows, columns], floating-point
-    whole    float32 [n], the scales of the whole weights
-
-    The arithmetic is that of ModelOpt's NVFP4QTensor, to the bit: a scale is the largest absolute value of 16 columns
-    divided by 6 times the weight's own scale, 1 for zeros, and at least 1/512.
-    """
-    wide = weights.to(torch.float32).unflatten(-1, (-1, COLUMNS))
-    whole = whole.view(-1, 1, 1)
-    scales = wide.abs().amax(dim=-1) / (whole * _LARGEST)
-    scales = scales.masked_fill_(scales == 0, 1.0).clamp_(2**-9, torch.finfo(torch.float8_e4m3fn).max)
-    scales = scales.to(torch.float8_e4m3fn)
-    scaled = (wide / (scales.to(torch.float32) * whole).unsqueeze(-1)).flatten(-2)
-    codes = torch.bucketize(scaled.abs(), _bounds(weights.device), out_int32=True).to(torch.uint8)
-    codes |= (scaled < 0).to(torch.uint8) << 3
-    return codes[..., 1::2] << 4 | codes[..., 0::2], scales
-
-
-def _bounds(device: torch.device) -> torch.Tensor:
-    bounds = torch.tensor(_BOUNDS, device=device)
-    bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros((), device=device))
-    return bounds
-
-
-def nvfp4_layers(model: torch.nn.Module) -> dict[str, str]:
-    """Returns the paths of the modules that SGLang keeps in NVFP4, and the classes of their quantization methods."""
-    found = {}
-    for path, module in model.named_modules():
-        for helper in (getattr(module, "quant_method", None), getattr(module, "scheme", None)):
-            name = type(helper).__name__
-            if "fp4" in name.lower() and "mxfp4" not in name.lower():
-                found[path] = name
-    return found
-
-
-def refusal(layers: Mapping[str, str], wide: Iterable[TensorSpec]) -> str:
-    """Returns why an engine with these `nvfp4_layers` does not take one of the matrices `wide`; empty if it may be for
-    another reason.
-
-    wide  those in 16 and 32 bits that were sent without scales and that the loader has not taken
-    """
-    parents = {f"{path.rpartition('.')[0]}.": method for path, method in layers.items() if "." in path}
-    for spec in wide:
-        method = next((method for parent, method in parents.items() if spec.name.startswith(parent)), "")
-        if method:
-            return (
-                f"{spec.name} is {spec.dtype}, and the engine keeps this weight in NVFP4 ({method}). "
-                f"{_advice(method, spec.name)} Or start the engine on weights in the trainer's format, without "
-                "quantization="
-            )
-    return ""
-
-
-def _advice(method: str, name: str) -> str:
-    module = name.rpartition(".")[0]
-    if "Online" in method:
-        return (
-            "SGLang quantizes it with a kernel while it loads, which an update cannot repeat. Use SGLang's own "
-            "update_weights_from_tensor."
-        )
-    if method.startswith("CompressedTensors"):
-        return (
-            f"Send it quantized: {module}.weight_packed, .weight_scale, .weight_global_scale and, if the engine's "
-            "checkpoint has it, .input_global_scale."
-        )
-    return (
-        f"Send {name}{WHOLE} with it: the largest absolute value of the whole weight divided by 2688, and for layers "
-        f"that SGLang fuses that of all of them. Send {module}.input_scale of the engine's checkpoint, too."
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """A format; its defaults are those of block-fp8.
 
     size         rows and columns that share a scale
-    name         of the format, for errors
+    name         of the format
     scale        the suffix that makes the name of the scales out of that of a weight
     whole        the suffix of the scale of a whole weight, which the trainer sends; empty if the format has none
     dtype        of quantized weights
@@ -123,7 +48,9 @@ class Blocks:
 
     def quantize(self, weights: torch.Tensor, whole: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns quantized weights and scales of `weights` [n, rows, columns]. `whole`: [n] scales, if there are."""
-        return quantize_blocks(weights, self.size)
+        if whole is not None:
+            return quantize_nvfp4(weights, whole)
+        return quantize_mx(weights) if self.name == MXFP8.name else quantize_blocks(weights, self.size)
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the scales of matrices of `shape`."""
@@ -137,35 +64,10 @@ class Blocks:
         return self.size if is_scale else self.item
 
 
-@dataclass(frozen=True, slots=True)
-class MxBlocks(Blocks):
-    """MXFP8: scales are powers of two, kept as exponents (UE8M0)."""
-
-    size: tuple[int, int] = (1, MX_COLUMNS)
-    name: str = "MXFP8"
-    scale_dtype: torch.dtype = torch.uint8
-    columns: int = MX_COLUMNS
-
-    def quantize(self, weights: torch.Tensor, whole: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        return quantize_mx(weights)
-
-
-@dataclass(frozen=True, slots=True)
-class Nvfp4Blocks(Blocks):
-    """NVFP4, as ModelOpt writes it."""
-
-    size: tuple[int, int] = (1, COLUMNS)
-    name: str = "NVFP4"
-    scale: str = "_scale"
-    whole: str = WHOLE
-    dtype: torch.dtype = torch.uint8
-    scale_dtype: torch.dtype = FP8
-    item: tuple[int, int] = (1, 2)
-    columns: int = COLUMNS
-
-    def quantize(self, weights: torch.Tensor, whole: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        assert whole is not None
-        return quantize_nvfp4(weights, whole)
+# Scales are powers of two, kept as exponents (UE8M0).
+MXFP8 = Blocks((1, MX_COLUMNS), "MXFP8", scale_dtype=torch.uint8, columns=MX_COLUMNS)
+# As ModelOpt writes it.
+NVFP4 = Blocks((1, COLUMNS), "NVFP4", "_scale", WHOLE, torch.uint8, FP8, item=(1, 2), columns=COLUMNS)
 
 
 def blocks_of(model: torch.nn.Module) -> Blocks | None:
@@ -175,11 +77,32 @@ def blocks_of(model: torch.nn.Module) -> Blocks | None:
     for module in model.modules():
         config = getattr(getattr(module, "quant_method", None), "quant_config", None)
         if found := getattr(config, "weight_block_size", None):
-            rows, columns = found
-            return (MxBlocks if getattr(config, "use_mxfp8", False) else Blocks)((int(rows), int(columns)))
+            size = int(found[0]), int(found[1])
+            return replace(MXFP8, size=size) if getattr(config, "use_mxfp8", False) else Blocks(size)
         if getattr(config, "is_checkpoint_nvfp4_serialized", False) and getattr(config, "group_size", 0) == COLUMNS:
-            return Nvfp4Blocks()
+            return NVFP4
     return None
+
+
+def quantize_nvfp4(weights: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns packed weights, uint8 [n, rows, columns / 2], and their scales, float8_e4m3fn [n, rows, columns / 16].
+
+    weights  [n, rows, columns], floating-point
+    whole    float32 [n], the scales of the whole weights
+
+    The arithmetic is that of ModelOpt's NVFP4QTensor, to the bit: a scale is the largest absolute value of 16 columns
+    divided by 6 times the weight's own scale, 1 for zeros, and at least 1/512.
+    """
+    wide = weights.to(torch.float32).unflatten(-1, (-1, COLUMNS))
+    whole = whole.view(-1, 1, 1)
+    scales = wide.abs().amax(dim=-1) / (whole * _LARGEST)
+    scales = scales.masked_fill_(scales == 0, 1.0).clamp_(2**-9, _MAX).to(FP8)
+    scaled = (wide / (scales.to(torch.float32) * whole).unsqueeze(-1)).flatten(-2)
+    bounds = torch.tensor(_BOUNDS, device=weights.device)
+    bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros((), device=weights.device))
+    codes = torch.bucketize(scaled.abs(), bounds, out_int32=True).to(torch.uint8)
+    codes |= (scaled < 0).to(torch.uint8) << 3
+    return codes[..., 1::2] << 4 | codes[..., 0::2], scales
 
 
 def quantize_blocks(weights: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,7 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box, Region, TensorSpec, split
 from sglang_reshard.trace.block_formats import FP8, Blocks
+from sglang_reshard.trace.geometry import contiguous_strides
 from sglang_reshard.trace.program import Copy, Program
 
 _CHUNK = 1 << 20  # elements that a CPU quantizes together: in float32 they fit its cache
@@ -29,16 +30,12 @@ _STACK_ELEMENTS = 32 << 20  # of stacked matrices that are quantized at a time
 
 
 class _Output(NamedTuple):
-    """A part of quantized weights, or of their scales, and where it is copied to.
-
-    stacked  shape of the dimensions that the matrices are stacked along
-    slices   of the weights, or scales, in that shape
-    """
+    """A part of quantized weights, or of their scales, and where it is copied to."""
 
     copy: Copy
     is_scale: bool
-    stacked: tuple[int, ...]
-    slices: tuple[slice, ...]
+    stacked: tuple[int, ...]  # shape of the dimensions that the matrices are stacked along
+    slices: tuple[slice, ...]  # of the weights, or scales, in that shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,12 @@ class BlockWeights:
             for output in member.outputs:
                 whole = quantizer.scales if output.is_scale else quantizer.quantized
                 value = whole[own].view(*output.stacked, *whole.shape[1:])[output.slices]
-                quantizer.add_output(output.copy.destination(targets[output.copy.target]), value)
+                destination = output.copy.destination(targets[output.copy.target])
+                if value.dtype == FP8:  # copied as what every device copies
+                    destination, value = destination.view(torch.uint8), value.view(torch.uint8)
+                destinations, values = quantizer.outputs.setdefault(value.dtype, ([], []))
+                destinations.append(destination)
+                values.append(value)
             first = own.stop
         return quantizer.run
 
@@ -96,6 +98,7 @@ class _Quantizer:
     quantized  [n, rows, columns] in items of the format, at the beginning of the memory of the unquantized weights
     scales     [n, blocks of rows, blocks of columns]
     whole      scales of whole weights, in order, for formats with them; read when it runs
+    outputs    destinations and values to copy to them, by dtype
     """
 
     def __init__(self, weights: torch.Tensor, blocks: Blocks) -> None:
@@ -106,14 +109,7 @@ class _Quantizer:
         scales = blocks.scales_shape(weights.shape)
         self.scales = torch.empty(scales, dtype=blocks.scale_dtype, device=weights.device)
         self.whole: list[torch.Tensor] = []
-        self._outputs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-
-    def add_output(self, destination: torch.Tensor, value: torch.Tensor) -> None:
-        if value.dtype == FP8:  # copied as what every device copies
-            destination, value = destination.view(torch.uint8), value.view(torch.uint8)
-        destinations, values = self._outputs.setdefault(value.dtype, ([], []))
-        destinations.append(destination)
-        values.append(value)
+        self.outputs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def run(self) -> None:
         count, rows, columns = self._weights.shape
@@ -129,7 +125,7 @@ class _Quantizer:
             quantized, scales = self._blocks.quantize(self._weights[part], of_part)
             self.quantized[part].copy_(quantized)
             self.scales[part[0], top // down : top // down + scales.shape[1]] = scales
-        for destinations, values in self._outputs.values():
+        for destinations, values in self.outputs.values():
             torch._foreach_copy_(destinations, values)
 
 
@@ -144,7 +140,12 @@ def quantize_on_arrival(program: Program, specs: Mapping[str, TensorSpec], names
     for copy in program.copies:
         if copy.source in quantized:
             name, is_scale = quantized[copy.source]
-            _check_dtype(program, copy, name, blocks.scale_dtype if is_scale else blocks.dtype)
+            value, live = blocks.scale_dtype if is_scale else blocks.dtype, program.targets[copy.target].dtype
+            if value != live:
+                raise Unsupported(
+                    f"{copy.source} is {value} where {name} is quantized, but {live} in {copy.target}: the engine "
+                    "keeps it in two ways. Send it quantized, with its scale, or start the engine unquantized."
+                )
             of_tensor.setdefault(name, []).append((copy, is_scale))
         else:
             copies.append(copy)
@@ -159,15 +160,14 @@ def quantize_on_arrival(program: Program, specs: Mapping[str, TensorSpec], names
             for box in _cut_stack(covering):
                 *stacked, rows, columns = box.shape
                 outputs = tuple(_outputs(inside, box, blocks))
-                target = f"{name} to be quantized" + (f", number {len(arrivals)}" if box != covering else "")
-                if target in arrivals:
+                target = f"{name} to be quantized"
+                if box != covering or target in arrivals:
                     target += f", number {len(arrivals)}"
                 unit = _repacking_unit(program, outputs)
                 scale = _whole_scale(program, whole, name + blocks.whole, unit) if blocks.whole else None
                 shape = math.prod(stacked), rows, columns
                 arrivals[target] = BlockWeights(shape, blocks, outputs, unit, scale)
-                strides = tuple(math.prod(box.shape[d + 1 :]) for d in range(len(box.shape)))
-                copies.append(Copy(name, Region.of(box), target, 0, strides))
+                copies.append(Copy(name, Region.of(box), target, 0, contiguous_strides(box.shape)))
     memory = {
         target: torch.empty(math.prod(weights.shape), dtype=torch.bfloat16, device="meta")
         for target, weights in arrivals.items()
@@ -200,15 +200,6 @@ def _whole_scale(program: Program, copies: Mapping[str, Copy], name: str, unit: 
     return copy
 
 
-def _check_dtype(program: Program, copy: Copy, name: str, value: torch.dtype) -> None:
-    destination = program.targets[copy.target].dtype
-    if destination != value:
-        raise Unsupported(
-            f"{copy.source} is {value} where {name} is quantized, but {destination} in {copy.target}: the engine keeps "
-            "it in two ways. Send it quantized, with its scale, or start the engine unquantized."
-        )
-
-
 def _outputs(copies: Iterable[tuple[Copy, bool]], box: Box, blocks: Blocks) -> Iterator[_Output]:
     """Yields the parts of copies of quantized weights, or of scales, that a box of whole blocks makes."""
     for copy, is_scale in copies:
@@ -220,12 +211,11 @@ def _outputs(copies: Iterable[tuple[Copy, bool]], box: Box, blocks: Blocks) -> I
             yield _Output(part, is_scale, box.shape[:-2], part.region.slices(of_copy.start))
 
 
-def _cut_stack(box: Box) -> list[Box]:
+def _cut_stack(box: Box) -> Iterator[Box]:
     """Cuts a stack of matrices that share no block into smaller ones."""
-    rows_and_columns = math.prod(box.shape[-2:])
     stack = Box(box.start[:-2], box.stop[:-2])
-    parts = split(stack, max(1, _STACK_ELEMENTS // rows_and_columns)) if stack.shape else [stack]
-    return [Box((*part.start, *box.start[-2:]), (*part.stop, *box.stop[-2:])) for part in parts]
+    for part in split(stack, max(1, _STACK_ELEMENTS // math.prod(box.shape[-2:]))):
+        yield Box((*part.start, *box.start[-2:]), (*part.stop, *box.stop[-2:]))
 
 
 def _blocks(region: Region, shape: tuple[int, ...], blocks: Blocks, is_scale: bool) -> Box:

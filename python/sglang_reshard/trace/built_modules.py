@@ -47,10 +47,12 @@ class BuiltModule:
         live = module._parameters
         if live.keys() != self.parameters.keys():
             return True
-        for built, now in zip(self.parameters.values(), (live[name] for name in self.parameters), strict=True):
-            if (built is None) != (now is None):
-                return True
-            if built is not None and now is not None and (_layout(built) != _layout(now) or _lacks(now, built)):
+        for built, now in ((built, live[name]) for name, built in self.parameters.items()):
+            if built is None or now is None:
+                if built is not now:
+                    return True
+            # A parameter was replaced by one of another layout, or without attributes that loaders look for.
+            elif _layout(built) != _layout(now) or not vars(built).keys() <= vars(now).keys():
                 return True
         return self.copied or self.reorders(module)
 
@@ -87,7 +89,10 @@ def remember(
     if any(p is not None and torch.nn.parameter.is_lazy(p) for p in module._parameters.values()):
         return
     attributes = {k: v for k, v in vars(module).items() if k not in _REGISTERS}
-    twins = {name: None if p is None else _without_memory(p) for name, p in module._parameters.items()}
+    twins: dict[str, torch.nn.Parameter | None] = {}
+    for name, p in module._parameters.items():
+        data = None if p is None else torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+        twins[name] = None if p is None or data is None else _parameter_like(p, data)
     helpers = {name: attributes[name] for name in HELPERS if hasattr(attributes.get(name), "__dict__")}
     states = {name: (type(helper), dict(vars(helper))) for name, helper in helpers.items()}
     built = BuiltModule(attributes, twins, dict(module._buffers), states, process, reorders)
@@ -104,16 +109,12 @@ def note_copies(model: torch.nn.Module) -> None:
         built = built_module(module)
         if built is None or built.copied:
             continue
-        before = {id(t) for t in (*built.attributes.values(), *built.buffers.values()) if isinstance(t, torch.Tensor)}
+        before = set(map(id, (*built.attributes.values(), *built.buffers.values())))
         parameters = [p for p in module._parameters.values() if p is not None and p.numel() > 1]
         sizes, memory = {p.numel() for p in parameters}, set(map(storage_key, parameters))
-        if any(
-            isinstance(tensor, torch.Tensor)
-            and id(tensor) not in before
-            and tensor.numel() in sizes
-            and storage_key(tensor) not in memory
-            for tensor in (*vars(module).values(), *module._buffers.values())
-        ):
+        new = (value for value in (*vars(module).values(), *module._buffers.values()) if id(value) not in before)
+        tensors = (value for value in new if isinstance(value, torch.Tensor))
+        if any(tensor.numel() in sizes and storage_key(tensor) not in memory for tensor in tensors):
             vars(module)[BUILT] = replace(built, copied=True)
 
 
@@ -145,11 +146,6 @@ def modules_as_built(modules: Sequence[tuple[torch.nn.Module, BuiltModule]]) -> 
             attributes.update(saved)
 
 
-def _without_memory(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-    return _parameter_like(parameter, data)
-
-
 def _parameter_like(like: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Parameter:
     """Returns a parameter of the same class and attributes, which loaders and post-processing go by."""
     made: torch.nn.Parameter = torch.Tensor._make_subclass(type(like), data, False)
@@ -159,8 +155,3 @@ def _parameter_like(like: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Pa
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _lacks(parameter: torch.nn.Parameter, built: torch.nn.Parameter) -> bool:
-    """Returns whether a parameter was replaced by one that does not have what loaders look for."""
-    return not vars(built).keys() <= vars(parameter).keys()

@@ -23,8 +23,6 @@ _BASES = (object, torch.nn.Module)
 _STORE_BY_STRING = {"setattr", "register_buffer", "register_parameter", "add_module", "register_module", "__dict__"}
 _BY_STRING = {"getattr", "hasattr"} | _STORE_BY_STRING
 _INTO_CONTAINER = {"setdefault", "append", "update", "insert", "extend", "add"}
-
-
 _WRITES = re.compile(r"(?!requires_grad_|detach_|async_)[a-z]\w*[a-z\d]_|out")  # torch's methods in place, `out=`
 
 
@@ -32,7 +30,6 @@ class Uses(NamedTuple):
     """Names that a function loads and stores, with those of the functions inside it.
 
     stores            attributes; variables after `GLOBAL` and `CELL`
-
     fills_containers  it puts items into some container
     fills             attributes whose items it assigns: `self.weight[:] = x`
     arguments         names of its parameters

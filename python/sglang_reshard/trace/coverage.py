@@ -5,6 +5,7 @@ Contiguous runs show it, as of nearly all loaders. Anything else is looked at by
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.sources.module import persistent_buffers
-from sglang_reshard.trace.geometry import Geometry, IndexMap, TooFragmented, grid_shape, intersection, to_boxes
+from sglang_reshard.torch_private import persistent_buffers
+from sglang_reshard.trace.geometry import Geometry, TooFragmented, remainder
 from sglang_reshard.trace.lazy_tensor import CheckpointTensor, LiveStorage, VersionedView, leaves
 from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.memory import Record, geometry_of
@@ -23,7 +24,9 @@ def is_complete(model: torch.nn.Module, storages: Mapping[int, LiveStorage], rec
     """Returns True if all parameters and persistent buffers are written, and no element twice. False says nothing."""
     written: dict[LiveStorage, list[Record]] = defaultdict(list)
     for record in records:
-        if isinstance(record.content, VersionedView) and _reads_live_memory(record.content):
+        if isinstance(record.content, VersionedView) and any(
+            isinstance(leaf.storage.base, LiveStorage) for leaf in leaves(record.content)
+        ):
             return False  # each update may change again what it does not write
         written[record.storage].append(record)
     wanted: dict[LiveStorage, list[torch.Tensor]] = {storage: [] for storage in written}
@@ -44,10 +47,6 @@ def is_complete(model: torch.nn.Module, storages: Mapping[int, LiveStorage], rec
         if not runs_cover(parameters, [record.written(unit) for record in of_storage]):
             return False
     return True
-
-
-def _reads_live_memory(content: VersionedView) -> bool:
-    return any(isinstance(leaf.storage.base, LiveStorage) for leaf in leaves(content))
 
 
 def runs_cover(wanted: Sequence[Geometry], writes: Sequence[Geometry]) -> bool:
@@ -93,7 +92,7 @@ def check_order(records: Sequence[Record]) -> None:
             for j in by_storage[storage]:
                 other = records[j]
                 later = j >= leaf.version and (isinstance(other.content, CheckpointTensor) or j < i)
-                if later and j != i and _overlap(leaf, other, storage):
+                if later and j != i and _overlap(leaf, other):
                     raise Unsupported(
                         f"The loader computes {record.storage.name} from {storage.name} before it has loaded "
                         f"{other.label} there. An update copies all weights first, so it cannot keep this order. Use "
@@ -101,14 +100,12 @@ def check_order(records: Sequence[Record]) -> None:
                     )
 
 
-def _overlap(leaf: VersionedView, record: Record, storage: LiveStorage) -> bool:
+def _overlap(leaf: VersionedView, record: Record) -> bool:
     unit = min(leaf.dtype.itemsize, record.dtype.itemsize)
     a, b = leaf.geometry.scaled(leaf.dtype.itemsize // unit), record.written(unit)
     if a.span[1] <= b.span[0] or b.span[1] <= a.span[0]:
         return False
-    grid = grid_shape(storage.tensor.untyped_storage().nbytes() // unit, (*a.stride, *b.stride))
     try:
-        ours, theirs = (to_boxes(IndexMap.flattening(g), grid, unit_steps=True) for g in (a, b))
+        return sum(math.prod(box.size) for box in remainder(a, [b])[1]) < a.numel
     except TooFragmented:
         return True
-    return any(intersection(x, y) is not None for x in ours for y in theirs)

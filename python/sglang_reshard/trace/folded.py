@@ -41,7 +41,12 @@ class Flag(NamedTuple):
 
 def remember_built(model: torch.nn.Module) -> None:
     """Must be called when `model` has been built, before it is loaded."""
-    vars(model)[FLAGS] = _found(model)
+    vars(model)[FLAGS] = [
+        Flag(path, vars(module), name)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if value is False and name != "training" and _folds_weights(module, name)
+    ]
 
 
 def flags_of(model: torch.nn.Module) -> list[Flag]:
@@ -68,15 +73,6 @@ class Run(Pass):
 
     def first(self) -> Sequence[Step]:
         return [Step(flag.path, UNFOLD, partial(flag.put, value)) for flag, value in self._flags]
-
-
-def _found(model: torch.nn.Module) -> list[Flag]:
-    return [
-        Flag(path, vars(module), name)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if value is False and name != "training" and _folds_weights(module, name)
-    ]
 
 
 def _folds_weights(module: torch.nn.Module, flag: str) -> bool:

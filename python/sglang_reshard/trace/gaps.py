@@ -18,7 +18,7 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.coverage import runs_cover
-from sglang_reshard.trace.geometry import Geometry, IndexMap, TooFragmented, grid_shape, to_boxes
+from sglang_reshard.trace.geometry import Geometry, IndexMap, TooFragmented, grid_shape, remainder, to_boxes
 from sglang_reshard.trace.kept import engine_name, kept_modules, names_kept, part_of, parts_of
 from sglang_reshard.trace.kv_scales import is_default_scale
 from sglang_reshard.trace.lazy_tensor import LiveStorage, VersionedView, leaves
@@ -77,21 +77,7 @@ class Cells:
         return int(volumes[chosen].sum())
 
 
-_MAX_ELEMENTS = 50_000_000  # that are looked at one by one
 _NEEDED = -1  # for a cell that may neither stay nor be left alone
-
-
-class Gaps(NamedTuple):
-    """Parameters that an update leaves as they are.
-
-    left       names of those that a start on the engine's checkpoint does not write either
-    kept       names in the engine's own model of those that may stay, and of parts, see `kept.part_of`
-    restoring  the step that gives parameters of `left` their initial values once
-    """
-
-    left: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
-    restoring: Sequence[Step] = ()
 
 
 def find_gaps(
@@ -101,13 +87,15 @@ def find_gaps(
     specs: Sequence[TensorSpec],
     start: Callable[[], EngineStart] | None,
     may_stay: MayStay,
-) -> Gaps:
+) -> tuple[tuple[str, ...], tuple[str, ...], Sequence[Step]]:
     """Returns what the loader does not write. Must be called while modules are as the loader knows them.
 
     every                   its writes, without repeated ones
     specs, start, may_stay  see `tracer.trace`
 
-    Raises Unsupported, naming a parameter that may not stay as it is.
+    That is: names of parameters that a start on the engine's checkpoint does not write either; names in the engine's
+    own model of those that may stay, and of parts, see `kept.part_of`; and the step that gives the first ones their
+    initial values once. Raises Unsupported, naming a parameter that may not stay as it is.
     """
     model, storages = loader.model, loaded.storages
 
@@ -125,20 +113,17 @@ def find_gaps(
     if kept:
         check_quantized(model, storages, every, kept, stock)
     loader.leave(staying)
-    return Gaps(
-        tuple(dict.fromkeys(one.name for one in left)),
-        names_kept(model, kept, staying),
-        restoring_steps(model, left, stock),
-    )
+    names = tuple(dict.fromkeys(one.name for one in left))
+    return names, names_kept(model, kept, staying), restoring_steps(model, left, stock)
 
 
 def check_coverage(
     model: torch.nn.Module,
     storages: dict[int, LiveStorage],
     records: Sequence[Record],
-    as_built: Collection[int] = (),
-    stock: StockLoad | None = None,
-    may_stay: Callable[[str], bool] = lambda name: False,
+    as_built: Collection[int],
+    stock: StockLoad,
+    may_stay: Callable[[str], bool],
 ) -> tuple[list[LeftAlone], list[str]]:
     """Raises Unsupported unless every parameter is written exactly once, or may stay as it is.
 
@@ -165,7 +150,7 @@ def check_coverage(
         if parameter.numel() and (key in storages or parameter.device.type != "meta"):
             parameters[storages[key]].append((name, parameter.data))
     keeps_unsent = getattr(model, "keeps_unsent", False)
-    check = _Check(stock or StockLoad((), records, None, lambda *_: ()))
+    check = _Check(stock)
     for storage in dict.fromkeys((*parameters, *written)):
         if storage in written:
             check.written(storage, parameters[storage], written[storage], only_whole.get(storage, ""))
@@ -192,36 +177,20 @@ def _updates_in_place(record: Record) -> bool:
     ]
     if any(IndexMap.flattening(geometry).simplified().read_view == target for geometry in read):
         return True
-    return bool(read) and _covers(read, written)
-
-
-def _covers(read: Sequence[Geometry], written: Geometry) -> bool:
-    """Returns whether every element of `written` is in one of `read`; False if there are too many to look."""
-    begin, end = written.span
-    if end - begin > _MAX_ELEMENTS:
+    try:
+        return bool(read) and not remainder(written, read)[1]
+    except TooFragmented:
         return False
-    missing = torch.zeros(max(end, *(geometry.span[1] for geometry in read)), dtype=torch.bool)
-    missing.as_strided(written.size, written.stride, written.offset).fill_(True)
-    for geometry in read:
-        missing.as_strided(geometry.size, geometry.stride, geometry.offset).fill_(False)
-    return not missing.any()
 
 
 class _Gap(NamedTuple):
-    """Elements that nothing writes and that may not stay.
+    """Elements that nothing writes and that may not stay."""
 
-    what        says so, and begins the error
-    storage     the name of theirs
-    filled_by   tensors of the engine's own checkpoint that fill them, and that are not sent
-    only_whole  why no part of the storage may stay; empty if it may
-    written     what writes the rest of it
-    """
-
-    what: str
+    what: str  # begins the error
     storage: str
-    filled_by: Sequence[str]
-    only_whole: str
-    written: Sequence[Record] = ()
+    filled_by: Sequence[str]  # tensors of the engine's own checkpoint, which are not sent
+    only_whole: str  # why no part of the storage may stay; empty if it may
+    written: Sequence[Record] = ()  # the rest of it
 
 
 class _Check:
@@ -324,7 +293,7 @@ class _Check:
     def _shared(self, storage: LiveStorage) -> str:
         """Returns the name of a storage of the same module that several tensors of a start share; empty if none is."""
         path = storage.name.rpartition(".")[0]
-        of_module = (item for item in (self._stock.writes() or {}).items() if item[0].rpartition(".")[0] == path)
+        of_module = (item for item in (self._stock.writes or {}).items() if item[0].rpartition(".")[0] == path)
         return next((name for name, fills in of_module if _share_elements(fills)), "")
 
     def _advice(self, gap: _Gap) -> str:

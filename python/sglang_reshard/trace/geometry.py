@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -187,6 +186,21 @@ def intersection(a: BoxMapping, b: BoxMapping) -> tuple[tuple[int, ...], tuple[i
     return tuple(start), tuple(count)
 
 
+def remainder(view: Geometry, others: Sequence[Geometry]) -> tuple[tuple[int, ...], list[BoxMapping]]:
+    """Returns the elements of a view that no other view has, as boxes of a shape, and that shape.
+
+    Raises TooFragmented.
+    """
+    views = (view, *others)
+    grid = grid_shape(max(g.span[1] for g in views), [s for g in views for s in g.stride])
+    left = to_boxes(IndexMap.flattening(view), grid, unit_steps=True)
+    for geometry in others:
+        for other in to_boxes(IndexMap.flattening(geometry), grid, unit_steps=True):
+            cut = [(box, intersection(box, other)) for box in left]
+            left = [part for box, common in cut for part in (box.subtract(*common) if common else [box])]
+    return grid, left
+
+
 def to_boxes(index_map: IndexMap, shape: Sequence[int], *, unit_steps: bool = False) -> list[BoxMapping]:
     """Returns the map as boxes of `shape`, whose contiguous storage it reads.
 
@@ -246,13 +260,7 @@ def _boxes_from_zero(
     return tuple(done)
 
 
-@contextmanager
-def boxes_forgotten() -> Iterator[None]:
-    """Frees at its end what `to_boxes` has kept, as equal layers and experts have equal boxes."""
-    try:
-        yield
-    finally:
-        _boxes_from_zero.cache_clear()
+forget_boxes = _boxes_from_zero.cache_clear  # which `to_boxes` keeps, as equal layers and experts have equal boxes
 
 
 def _unrolled(read: int, write: int, loops: tuple[Loop, ...], loop: Loop) -> list[IndexMap]:

@@ -23,33 +23,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
-from sglang_reshard.sources.module import persistent_buffers
+from sglang_reshard.torch_private import persistent_buffers
 from sglang_reshard.trace.kv_scales import is_scale
 
-_KEPT = "_reshard_initial_values"  # the attribute of a model that has its InitialValues
+_KEPT = "_reshard_initial_values"  # the attribute of a model that has them
+# By a parameter's name: all elements, or one that all are equal to, in host memory; None if they are not remembered.
+InitialValues = Mapping[str, torch.Tensor | None]
 _COPIED_ELEMENTS = 1 << 16
 _SAMPLE = 1 << 10  # elements that must be equal before all are compared
 _CHUNK = 1 << 24
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class InitialValues:
-    """Initial values of a model's parameters by name, in host memory: all elements, or one that all are equal to; None
-    of those that are not remembered.
-    """
-
-    parameters: Mapping[str, torch.Tensor | None]
-
-
 def kept_values(model: torch.nn.Module) -> InitialValues | None:
     """Returns what `keep_initial_values` has kept of this model; None if it was not called."""
-    found: InitialValues | None = vars(model).get(_KEPT)
-    return found
+    return vars(model).get(_KEPT)
 
 
 @contextmanager
@@ -59,7 +50,7 @@ def keep_initial_values(model: torch.nn.Module) -> Iterator[None]:
         fixed = [tensor for _, tensor in persistent_buffers(model) if tensor.is_floating_point()]
         fixed += [parameter.data for name, parameter in model.named_parameters() if is_scale(name, parameter)]
         copies = [tensor.clone() for tensor in fixed]
-        values = InitialValues({name: _initial(parameter.data) for name, parameter in model.named_parameters()})
+        values = {name: _initial(parameter.data) for name, parameter in model.named_parameters()}
     yield
     with torch.no_grad():
         for tensor, copy in zip(fixed, copies, strict=True):
@@ -68,7 +59,6 @@ def keep_initial_values(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _initial(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a tensor's elements, or the one that all are equal to, in host memory; None for any other tensor."""
     if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None
     if type(tensor) is not torch.Tensor or tensor.numel() == 0:  # a subclass may keep its elements elsewhere

@@ -133,7 +133,10 @@ def origins(view: VersionedView, index_map: IndexMap, casts: tuple[torch.dtype, 
             return
         if write.geometry.numel == 0:
             continue
-        for written in to_boxes(_index_map_of(write), grid, unit_steps=True):
+        # Maps the written storage, as the source, to the content.
+        of_content = (0, write.geometry.size, (0,) * len(write.geometry.size))
+        content = write.content.geometry if isinstance(write.content, VersionedView) else Geometry(*of_content)
+        for written in to_boxes(IndexMap.between(write.geometry, content), grid, unit_steps=True):
             still: list[BoxMapping] = []
             for box in left:
                 common = intersection(box, written)
@@ -148,13 +151,6 @@ def origins(view: VersionedView, index_map: IndexMap, casts: tuple[torch.dtype, 
     unwritten = VersionedView(storage, 0, view.geometry, view.dtype)
     for box in left:
         yield Origin(unwritten, box.index_map(grid), casts)
-
-
-def _index_map_of(write: Write) -> IndexMap:
-    """Maps the written storage (as the source) to the content (as the destination)."""
-    if isinstance(write.content, VersionedView):
-        return IndexMap.between(write.geometry, write.content.geometry)
-    return IndexMap.between(write.geometry, Geometry(0, write.geometry.size, (0,) * len(write.geometry.size)))
 
 
 def _through(
@@ -192,12 +188,10 @@ def leaves(view: VersionedView, seen: set[tuple[int, int]] | None = None) -> Ite
             yield from leaves(write.content, seen)
 
 
-def checkpoint_tensors(content: object) -> Iterator[CheckpointTensor]:
-    """Yields the checkpoint tensors that the content of a record depends on."""
-    if isinstance(content, CheckpointTensor):
-        yield content
-    elif isinstance(content, VersionedView):
-        yield from (leaf.storage.base for leaf in leaves(content) if isinstance(leaf.storage.base, CheckpointTensor))
+def checkpoint_tensors(content: object) -> list[CheckpointTensor]:
+    """Returns the checkpoint tensors that the content of a record depends on."""
+    bases = [leaf.storage.base for leaf in leaves(content)] if isinstance(content, VersionedView) else [content]
+    return [base for base in bases if isinstance(base, CheckpointTensor)]
 
 
 def unwritten_view(storage: LazyStorage) -> VersionedView:

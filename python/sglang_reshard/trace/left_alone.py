@@ -7,13 +7,14 @@ buffers must be sent if a start would load them, and are as constructed otherwis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.sources.module import persistent_buffers
+from sglang_reshard.torch_private import persistent_buffers
 from sglang_reshard.trace.geometry import Geometry
 from sglang_reshard.trace.initial_values import InitialValues, kept_values
 from sglang_reshard.trace.lazy_tensor import LiveStorage
@@ -71,7 +72,7 @@ def check_buffers(
             f"no buffers. Pass model.state_dict().items(), or the module itself, which have them.{unsure}"
         )
     for name, buffer in unwritten.values():
-        if buffer.is_floating_point() and any(_within(model, name, stock.randomized)):
+        if buffer.is_floating_point() and _within(model, name, stock.randomized):
             raise Unsupported(
                 f"{name} is a buffer that no tensor of the checkpoint reaches, and the engine's start on dummy weights "
                 f"has overwritten it with random values. {_RESTART}"
@@ -87,8 +88,7 @@ def _loaded(
     parameters: Collection[int],
 ) -> dict[str, list[str]]:
     """Returns live storage -> what would be loaded to it, for those that an update does not write."""
-    writes = stock.writes()
-    if writes is None:
+    if (writes := stock.writes) is None:
         tensors = {storage_name: buffer for storage_name, (_, buffer) in unwritten.items()}
         return {name: [source] for name, source in stock.takes(tensors).items()}
     others = {s.name for key, s in storages.items() if key not in parameters and s not in written}
@@ -102,28 +102,26 @@ def restoring_steps(model: torch.nn.Module, left: Sequence[LeftAlone], stock: St
     Raises Unsupported, naming the parameter, where the initial value is not known and matters, see `initial_values`.
     """
     found: list[tuple[LeftAlone, torch.Tensor]] = []
-    roots = list(_kept_by_roots(model)) if left else []
+    named = model.named_modules() if left else ()  # each model that SGLang has built has initial values
+    roots = [(path, values) for path, module in named if (values := kept_values(module)) is not None]
     for one in left:
         if not one.parameter.is_floating_point():  # these are not randomized
             continue
-        if any(_within(model, one.name, stock.randomized)):
+        if _within(model, one.name, stock.randomized):
             raise _unknown(one.name)
         for root, values in roots:
-            if one.name.startswith(root):
-                initial = _initial(model, one, root, values)
-                if initial is not None:
-                    found.append((one, initial))
-    return [Step(found[0][0].name, "initial values", _Restore(found))] if found else []
+            prefix = f"{root}." if root else ""
+            if one.name.startswith(prefix) and (initial := _initial(model, one, prefix, values)) is not None:
+                found.append((one, initial))
+    return [Step(found[0][0].name, "initial values", partial(_restore, found))] if found else []
 
 
 def _initial(model: torch.nn.Module, one: LeftAlone, root: str, values: InitialValues) -> torch.Tensor | None:
-    """Returns the value to be restored; None for a value that is undefined in an engine started on the checkpoint,
-    too.
-    """
+    """Returns the value to be restored; None if it is undefined in an engine started on the checkpoint, too."""
     name = one.name.removeprefix(root)
-    if name not in values.parameters:  # SGLang wraps layers that LoRA adapters are for once the model is loaded
+    if name not in values:  # SGLang wraps layers that LoRA adapters are for once the model is loaded
         name = name.replace(".base_layer.", ".")
-    initial = values.parameters.get(name)
+    initial = values.get(name)
     if initial is None:
         owner = model.get_submodule(one.name.rpartition(".")[0])
         if getattr(owner, "quant_method", None) is None:
@@ -136,38 +134,25 @@ def _initial(model: torch.nn.Module, one: LeftAlone, root: str, values: InitialV
     return initial
 
 
-class _Restore:
-    """Writes initial values to the elements that updates leave alone, when it is first called."""
-
-    def __init__(self, values: Sequence[tuple[LeftAlone, torch.Tensor]]) -> None:
-        self._values = values
-
-    def __call__(self) -> None:
-        for one, initial in self._values:
-            live = one.parameter
-            value = initial.to(live.device).expand(live.shape)
-            if one.written:
-                flat = flat_view(live, live.dtype)
-                loaded = torch.zeros(len(flat), dtype=torch.bool, device=live.device)
-                for geometry in one.written:
-                    loaded.as_strided(geometry.size, geometry.stride, geometry.offset).fill_(True)
-                of_live = loaded.as_strided(live.shape, live.stride(), live.storage_offset())
-                value = torch.where(of_live, live, value)
-            live.copy_(value)
-        self._values = ()
+def _restore(values: list[tuple[LeftAlone, torch.Tensor]]) -> None:
+    """Writes initial values to the elements that updates leave alone, and forgets them."""
+    for one, initial in values:
+        live = one.parameter
+        value = initial.to(live.device).expand(live.shape)
+        if one.written:
+            loaded = torch.zeros(len(flat_view(live, live.dtype)), dtype=torch.bool, device=live.device)
+            for geometry in one.written:
+                loaded.as_strided(geometry.size, geometry.stride, geometry.offset).fill_(True)
+            of_live = loaded.as_strided(live.shape, live.stride(), live.storage_offset())
+            value = torch.where(of_live, live, value)
+        live.copy_(value)
+    values.clear()
 
 
-def _kept_by_roots(model: torch.nn.Module) -> Iterator[tuple[str, InitialValues]]:
-    """Yields the beginning of the names of each model that SGLang has built, and its initial values."""
-    for path, module in model.named_modules():
-        if (values := kept_values(module)) is not None:
-            yield f"{path}." if path else "", values
-
-
-def _within(model: torch.nn.Module, name: str, roots: Sequence[torch.nn.Module]) -> Iterator[bool]:
-    for path, module in model.named_modules() if roots else ():
-        if any(module is root for root in roots):
-            yield not path or name.startswith(f"{path}.")
+def _within(model: torch.nn.Module, name: str, roots: Sequence[torch.nn.Module]) -> bool:
+    named = model.named_modules() if roots else ()
+    paths = (path for path, module in named if any(module is root for root in roots))
+    return any(not path or name.startswith(f"{path}.") for path in paths)
 
 
 def _unknown(name: str) -> Unsupported:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
@@ -19,17 +19,19 @@ def live_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield name, buffer
     for path, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if attribute in OWN_ATTRIBUTES:
-                continue
-            name = f"{path}.{attribute}" if path else attribute
-            if isinstance(value, torch.Tensor):
-                yield name, value
-            elif isinstance(value, (list, tuple, dict)):
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                for key, item in items:
-                    if isinstance(item, torch.Tensor):
-                        yield f"{name}.{key}", item
+        yield from tensors_among(f"{path}." if path else "", vars(module))
+
+
+def tensors_among(prefix: str, attributes: Mapping[str, object]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors among attributes of an object, and in lists, tuples and dicts that these are."""
+    for name, value in attributes.items():
+        if name in OWN_ATTRIBUTES:
+            continue
+        if isinstance(value, torch.Tensor):
+            yield prefix + name, value
+        elif isinstance(value, (list, tuple, dict)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{prefix}{name}.{k}", item) for k, item in items if isinstance(item, torch.Tensor))
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -69,6 +71,11 @@ def live_storages(
             names.add(name)
             storages[key] = LiveStorage(name, tensor.detach())
     return storages
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns whether two tensors of one dtype and shape have the same bits."""
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
 def flat_view(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -83,9 +83,7 @@ def readable_shards(
 
 
 def _held(program: Program, copies: list[Copy]) -> tuple[torch.Tensor, list[tuple[Box, tuple[int, ...]]]]:
-    """Returns a view that shows the elements written by `copies` as boxes, and these boxes, each with its start in the
-    view.
-    """
+    """Returns a view that shows the elements written by `copies` as boxes, and these, each with its start in it."""
     found: dict[str, list[BoxMapping]] = {}
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for copy in copies:
@@ -107,14 +105,12 @@ def _without_gaps(copy: Copy) -> Iterator[BoxMapping]:
     """Yields the boxes that a strided region consists of."""
     region = copy.region
     unit = (1,) * len(region.count)
-    strided = [d for d, (n, step) in enumerate(zip(region.count, region.step, strict=True)) if n > 1 and step > 1]
-    size = tuple(1 if d in strided else n for d, n in enumerate(region.count))
-    for index in itertools.product(*(range(region.count[d]) for d in strided)):
-        start, offset = list(region.start), copy.offset
-        for d, i in zip(strided, index, strict=True):
-            start[d] += i * region.step[d]
-            offset += i * copy.strides[d]
-        yield BoxMapping(tuple(start), size, unit, offset, copy.strides)
+    strided = [n if step > 1 else 1 for n, step in zip(region.count, region.step, strict=True)]
+    size = tuple(1 if of > 1 else n for n, of in zip(region.count, strided, strict=True))
+    for index in itertools.product(*map(range, strided)):
+        start = tuple(a + i * step for a, i, step in zip(region.start, index, region.step, strict=True))
+        offset = copy.offset + sum(i * s for i, s in zip(index, copy.strides, strict=True))
+        yield BoxMapping(start, size, unit, offset, copy.strides)
 
 
 def shard_view(

@@ -15,19 +15,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.layout.names import is_held_back
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveStorage, LiveWriteMode
+from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveStorage, LiveWriteMode, checkpoint_tensors
 from sglang_reshard.trace.lowering import drop_overwritten_fills
 from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.program import Program, Step
 from sglang_reshard.trace.recorder import Recorder
-from sglang_reshard.trace.snapshot import ABSENT, AttributeSnapshot, Change
+from sglang_reshard.trace.snapshot import ABSENT, Change, attributes_restored
 
 # What torch says of a tensor without memory, or of a subclass.
 _NEEDS_MEMORY = (
@@ -115,6 +115,17 @@ class Loaded:
         return self.recorder.storages
 
 
+class NamesRead(NamedTuple):
+    """The names that a loader has read, and the one that it refused.
+
+    read     names of those that reach a live tensor
+    refused  the name at which the loader raised; empty if it did not
+    """
+
+    read: frozenset[str]
+    refused: str
+
+
 class Loader:
     """The loader of a model whose parameters are as it knows them. `converting_loader.ConvertingLoader` has others.
 
@@ -139,7 +150,7 @@ class Loader:
 
         Raises Mismatch and Unsupported as `tracer.trace` does.
         """
-        recorder = self.recorder()
+        recorder = self._recorder()
         try:
             passes = run_loader(self.model, specs, recorder)
         finally:
@@ -148,8 +159,17 @@ class Loader:
         records = drop_overwritten_fills(recorder.records)
         return Loaded(recorder, records, records, passes)
 
-    def recorder(self) -> Recorder:
-        """Returns a recorder of one run."""
+    def names_read(self, specs: Sequence[TensorSpec]) -> NamesRead:
+        """Runs it over just these checkpoint tensors. Raises nothing that it raises."""
+        recorder, refused = self._recorder(), ""
+        try:
+            run_loader(self.model, specs, recorder)
+        except ReshardError:
+            refused = recorder.received
+        read = (tensor.spec.name for record in recorder.records for tensor in checkpoint_tensors(record.content))
+        return NamesRead(frozenset(read), refused)
+
+    def _recorder(self) -> Recorder:
         return Recorder(self.model, self.as_built, weightless=self._weightless)
 
     def instead(self, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
@@ -196,12 +216,10 @@ def run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: Re
             recorder.received = name
             yield name, tensor
 
-    snapshot, passes = AttributeSnapshot(model), passes_of(model)
-    changes: list[Change] = []
     try:
-        # The snapshot is restored last, after the hooks on the model are gone.
-        with ExitStack() as stack:
-            stack.callback(lambda: changes.extend(snapshot.restore()))
+        # Attributes are restored last, after the hooks on the model are gone.
+        with attributes_restored(model) as changes, ExitStack() as stack:
+            passes = passes_of(model)
             for one in passes:
                 stack.enter_context(one.running())
             stack.enter_context(_inline_thread_pools())
@@ -232,18 +250,13 @@ def _explained(error: Exception, tensor: str, model: torch.nn.Module) -> Reshard
             "in the trainer's format, without quantization="
         )
     advice = "Compare names, shapes and dtypes with those of the model's Hugging Face checkpoint."
-    if method := _quantization_method(model):
+    methods = (type(getattr(module, "quant_method", None)).__name__ for module in model.modules())
+    if method := next((m for m in methods if m.endswith("LinearMethod") and "Unquantized" not in m), ""):
         advice += (
             f" If they are the same, the engine has transposed or packed what it loaded ({method} does so): start it "
             "on weights in the trainer's format, without quantization="
         )
     return Mismatch(f"The model's loader rejected the tensors at {tensor}: {what}. {advice}")
-
-
-def _quantization_method(model: torch.nn.Module) -> str:
-    """Returns the class of the first quantization method of a linear layer in `model`; empty if there is none."""
-    methods = (type(getattr(module, "quant_method", None)).__name__ for module in model.modules())
-    return next((name for name in methods if name.endswith("LinearMethod") and "Unquantized" not in name), "")
 
 
 def _write_rebound(recorder: Recorder, change: Change) -> None:

@@ -6,7 +6,7 @@ A step is a fill, or the operators that the loader has called, compiled to a fun
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,18 +14,9 @@ import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Region
-from sglang_reshard.trace.geometry import (
-    MAX_BOXES,
-    Geometry,
-    IndexMap,
-    TooFragmented,
-    grid_shape,
-    intersection,
-    to_boxes,
-)
+from sglang_reshard.trace.geometry import MAX_BOXES, Geometry, IndexMap, TooFragmented, remainder, to_boxes
 from sglang_reshard.trace.lazy_tensor import (
     CheckpointTensor,
-    LazyStorage,
     LiveStorage,
     OpOutput,
     VersionedView,
@@ -35,7 +26,7 @@ from sglang_reshard.trace.lazy_tensor import (
     unwritten_view,
 )
 from sglang_reshard.trace.live import flat_view
-from sglang_reshard.trace.memory import Record
+from sglang_reshard.trace.memory import Record, geometry_of
 from sglang_reshard.trace.program import Copy, Step, check_cast, torch_dtype
 from sglang_reshard.trace.recorder import map_leaves
 
@@ -66,9 +57,9 @@ class Lowering:
         if isinstance(content, VersionedView):
             view = VersionedView(content.storage, content.version, index_map.read_view, content.dtype)
             value = self._compile(view)
-            if not view.writes and view.storage.base is record.storage:
-                value = _cloned(value)  # it is written where it is read
-            self.steps.append(Step(target, f"from {names_of(content)}", lambda: to.copy_(value({}))))
+            in_place = not view.writes and view.storage.base is record.storage  # it is written where it is read
+            write = (lambda: to.copy_(value({}).clone())) if in_place else (lambda: to.copy_(value({})))
+            self.steps.append(Step(target, f"from {names_of(content)}", write))
         else:
             self.steps.append(Step(target, f"fill {content}", partial(to.fill_, content)))
 
@@ -141,8 +132,14 @@ class Lowering:
 
     def _compile_contents(self, view: VersionedView) -> Expression:
         """Returns the whole storage of a view, laid out as `storage.layout` says."""
-        storage, layout = view.storage, view.storage.layout
-        start = self._compile_base(storage)
+        storage, layout, base = view.storage, view.storage.layout, view.storage.base
+        start: Expression | None = None
+        if isinstance(base, torch.Tensor):
+            start = _constant(base)
+        elif isinstance(base, OpOutput):
+            start = self._compile_call(base)
+        elif base is not None:
+            start = self._compile(unwritten_view(storage))
         writes: list[tuple[Geometry, Any]] = [
             (w.geometry, self._compile(w.content) if isinstance(w.content, VersionedView) else w.content)
             for w in view.writes
@@ -153,7 +150,8 @@ class Lowering:
             if key in values:
                 return values[key]
             tensor = start(values) if start is not None else None
-            if tensor is None or writes or not _is_laid_out(tensor, layout):
+            # A kernel may have chosen other strides than on the meta device, which views are based on.
+            if tensor is None or writes or geometry_of(tensor) != layout:
                 whole = _strided(torch.empty(layout.span[1], dtype=storage.dtype, device=self._device), layout)
                 if tensor is not None:
                     whole.copy_(tensor)
@@ -167,16 +165,6 @@ class Lowering:
             return tensor
 
         return contents
-
-    def _compile_base(self, storage: LazyStorage) -> Expression | None:
-        base = storage.base
-        if base is None:
-            return None
-        if isinstance(base, torch.Tensor):
-            return _constant(base)
-        if isinstance(base, OpOutput):
-            return self._compile_call(base)
-        return self._compile(unwritten_view(storage))
 
     def _compile_call(self, call: OpOutput) -> Expression:
         compiled = {operand: self._compile(operand) for operand in operands(call)}
@@ -195,17 +183,8 @@ def _constant(tensor: torch.Tensor) -> Expression:
     return lambda values: tensor
 
 
-def _cloned(value: Expression) -> Expression:
-    return lambda values: value(values).clone()
-
-
 def _strided(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     return tensor.as_strided(geometry.size, geometry.stride, geometry.offset)
-
-
-def _is_laid_out(tensor: torch.Tensor, layout: Geometry) -> bool:
-    """Returns False if a kernel has chosen other strides than on the meta device, which views are based on."""
-    return (tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) == layout
 
 
 def drop_overwritten_fills(records: Sequence[Record]) -> list[Record]:
@@ -230,7 +209,12 @@ def drop_overwritten_fills(records: Sequence[Record]) -> list[Record]:
             if j > i and not isinstance(r.content, VersionedView) and r.dtype.itemsize == record.dtype.itemsize
         ]
         later = [g for g in later if g.span[0] < filled.span[1] and filled.span[0] < g.span[1]]
-        kept += _remainder(record, filled, later) if later else [record]
+        if not later:
+            kept.append(record)
+            continue
+        grid, left = remainder(filled, later)
+        maps = (IndexMap.flattening(box.index_map(grid).read_view).inverted() for box in left)
+        kept += [record._replace(index_map=index_map) for index_map in maps]
     return kept
 
 
@@ -251,15 +235,3 @@ def drop_repeated_writes(records: Sequence[Record]) -> list[Record]:
             seen.add(write)
         kept.append(record)
     return kept
-
-
-def _remainder(record: Record, filled: Geometry, later: Sequence[Geometry]) -> Iterator[Record]:
-    numel = max(g.span[1] for g in (filled, *later))
-    grid = grid_shape(numel, [s for g in (filled, *later) for s in g.stride])
-    left = to_boxes(IndexMap.flattening(filled), grid, unit_steps=True)
-    for geometry in later:
-        for written in to_boxes(IndexMap.flattening(geometry), grid, unit_steps=True):
-            cut = [(box, intersection(box, written)) for box in left]
-            left = [part for box, common in cut for part in (box.subtract(*common) if common else [box])]
-    for box in left:
-        yield record._replace(index_map=IndexMap.flattening(box.index_map(grid).read_view).inverted())

@@ -75,7 +75,7 @@ class TraceMemory:
         # and have had lazy tensors written to them, are not what the loader should read.
         self._written: set[int] = set()
         self._adopted: dict[int, LazyStorage] = {}
-        self._allocated: set[int] = set()
+        self._allocated: set[int] = set()  # that the loader has made
         self._metas: dict[tuple[tuple[int, ...], str], torch.Tensor] = {}
         self._lazy_live: dict[tuple[int, torch.dtype], LazyStorage] = {}
 
@@ -94,15 +94,6 @@ class TraceMemory:
         storage = tensor.lazy_storage
         version = len(self.records) if isinstance(storage.base, LiveStorage) else len(storage.writes)
         return VersionedView(storage, version, geometry_of(tensor.meta), tensor.meta.dtype)
-
-    def add_allocated(self, tensor: torch.Tensor) -> None:
-        """Notes a tensor that the loader has made."""
-        self._allocated.add(storage_key(tensor))
-
-    def intercepts(self, tensor: torch.Tensor) -> bool:
-        """Returns True if a write to this tensor must be recorded instead of made."""
-        key = storage_key(tensor)
-        return key in self.storages or key in self._adopted
 
     def is_stale(self, tensor: torch.Tensor) -> bool:
         """Returns True if a recorded write has not been made to this tensor's memory."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,31 +18,23 @@ from sglang_reshard.trace.recorder import map_leaves
 _HOOK = "post_load_weights"
 
 
-class DeferredCall(NamedTuple):
-    """A call of `post_load_weights` that the loader made on the module at `path`."""
-
-    path: str
-    module: torch.nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class Run(Pass):
-    """Collects the calls of `post_load_weights` instead of making them."""
+    """Collects the calls of `post_load_weights` instead of making them, with the paths of the modules."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self.deferred: list[DeferredCall] = []
+        self.deferred: list[tuple[str, partial[None]]] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
         hooked: list[torch.nn.Module] = []
         for path, module in self.model.named_modules():
-            if not callable(getattr(module, _HOOK, None)) or _HOOK in vars(module):
+            method: Any = getattr(module, _HOOK, None)
+            if not callable(method) or _HOOK in vars(module):
                 continue
 
-            def defer(*args: Any, _path: str = path, _module: torch.nn.Module = module, **kwargs: Any) -> None:
-                self.deferred.append(DeferredCall(_path, _module, args, kwargs))
+            def defer(*args: Any, _path: str = path, _method: Any = method, **kwargs: Any) -> None:
+                self.deferred.append((_path, partial(_method, *args, **kwargs)))
 
             vars(module)[_HOOK] = defer
             hooked.append(module)
@@ -56,10 +49,10 @@ class Run(Pass):
 
         Raises Unsupported if a call has a lazy tensor among its arguments.
         """
-        for call in self.deferred:
-            map_leaves(_check_argument, (call.args, call.kwargs))
+        for _, call in self.deferred:
+            map_leaves(_check_argument, (call.args, call.keywords))
         tensors = _tensor_attributes(self.model) if self.deferred else []
-        return [_step(call, tensors) for call in self.deferred]
+        return [Step(path, _HOOK, partial(_run, call, tensors)) for path, call in self.deferred]
 
 
 def _check_argument(value: Any) -> Any:
@@ -84,15 +77,12 @@ def _tensor_attributes(model: torch.nn.Module) -> list[_Attribute]:
     return found
 
 
-def _step(call: DeferredCall, tensors: Sequence[_Attribute]) -> Step:
-    def run() -> None:
-        call.module.post_load_weights(*call.args, **call.kwargs)  # type: ignore[operator]
-        for table, key, tensor in tensors:
-            now = table.get(key)
-            if now is tensor or not isinstance(now, torch.Tensor):
-                continue
-            if now.shape == tensor.shape and now.dtype == tensor.dtype:
-                tensor.data.copy_(now.data)
-                table[key] = tensor
-
-    return Step(call.path, _HOOK, run)
+def _run(call: partial[None], tensors: Sequence[_Attribute]) -> None:
+    call()
+    for table, key, tensor in tensors:
+        now = table.get(key)
+        if now is tensor or not isinstance(now, torch.Tensor):
+            continue
+        if now.shape == tensor.shape and now.dtype == tensor.dtype:
+            tensor.data.copy_(now.data)
+            table[key] = tensor

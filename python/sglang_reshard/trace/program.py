@@ -87,10 +87,6 @@ class MayStay:
             return True
         return bool(self.only) and not matches_any(name, self.only)
 
-    def from_checkpoint(self, name: str) -> bool:
-        """Returns whether what the tensor of this name in the engine's own checkpoint has filled may stay."""
-        return matches_any(name, self.frozen)
-
 
 @dataclass(frozen=True, slots=True)
 class Copy:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.shown_names import some_names
-from sglang_reshard.trace.kept import parameter_of, split_part
+from sglang_reshard.trace.kept import split_part
 from sglang_reshard.trace.lazy_tensor import LiveStorage
 from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.memory import Record
@@ -33,8 +33,12 @@ def check_quantized(
     written: dict[LiveStorage, list[Record]] = defaultdict(list)
     for record in copies_of(records):
         written[record.storage].append(record)
-    for one, module in _of_quantized_modules(model, kept):
+    modules = dict(model.named_modules())
+    for one in kept:
         name, part = split_part(one)
+        module = modules.get(name.rpartition(".")[0])
+        if module is None or not any(map(_is_quantized, dict(_tensors(module)).values())):
+            continue
         siblings = {
             storages[key]: other
             for other, tensor in _tensors(module)
@@ -42,8 +46,8 @@ def check_quantized(
         }
         if written.keys().isdisjoint(siblings) or name.endswith(_INDEPENDENT):
             continue
-        own = next((storage for storage, other in siblings.items() if other == name.rpartition(".")[2]), None)
-        fills = stock.fills(own.name) if own is not None and not part else None
+        own = [storage.name for storage, other in siblings.items() if other == name.rpartition(".")[2]]
+        fills = stock.fills(own[0]) if own and not part else ()
         of = {source.rpartition(".")[0] for source in ([part] if part else source_names(fills or ()))}
         changed = [
             source
@@ -59,20 +63,12 @@ def check_quantized(
             )
 
 
-def _of_quantized_modules(model: torch.nn.Module, kept: Iterable[str]) -> Iterable[tuple[str, torch.nn.Module]]:
-    """Yields a kept parameter, or a part of one, and its module, if that has packed or 8-bit numbers."""
-    modules = dict(model.named_modules())
-    for one in kept:
-        module = modules.get(parameter_of(one).rpartition(".")[0])
-        if module is not None and any(_is_quantized(tensor) for _, tensor in _tensors(module)):
-            yield one, module
-
-
 def _tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
 
 
 def _is_quantized(tensor: torch.Tensor) -> bool:
+    """Returns whether it has packed or 8-bit numbers."""
     if tensor.dtype in (torch.bool, torch.int64):  # masks and indices
         return False
     return tensor.dtype.itemsize == 1 or not (tensor.is_floating_point() or tensor.is_complex())

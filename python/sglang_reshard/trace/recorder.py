@@ -15,6 +15,7 @@ import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.lazy_tensor import LazyStorage, LazyTensor, OpOutput, Write, tensors_in
+from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.memory import TraceMemory, geometry_of, storage_like
 
 if TYPE_CHECKING:
@@ -63,6 +64,11 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not parameters:
         return []
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in parameters]
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    written = written_arguments(func, args, kwargs)
+    return tensors_in(tuple(written), {}) if written else []
 
 
 @cache
@@ -127,17 +133,16 @@ class Recorder(TraceMemory):
         tensors = tensors_in(args, kwargs)
         if LazyTensor in map(type, tensors):
             return self.record(func, args, kwargs)
-        for target in written_arguments(func, args, kwargs):
-            for tensor in target if isinstance(target, (list, tuple)) else (target,):
-                if isinstance(tensor, torch.Tensor) and self.intercepts(tensor):
-                    return self.record(func, args, kwargs)
+        for tensor in written_tensors(func, args, kwargs):
+            if (key := storage_key(tensor)) in self.storages or key in self._adopted:
+                return self.record(func, args, kwargs)
         if (self._written or self._adopted) and any(map(self.is_stale, tensors)):
             return self.record(func, args, kwargs)
         self._check_scalars(func, args, kwargs)
         out = func(*args, **kwargs)
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor):
-                self.add_allocated(tensor)
+                self._allocated.add(storage_key(tensor))
         return out
 
     def item(self, tensor: LazyTensor) -> TracedScalar:

@@ -18,35 +18,26 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.built_modules import HELPERS, BuiltModule, built_module
 from sglang_reshard.trace.geometry import Geometry
 from sglang_reshard.trace.lazy_tensor import CheckpointTensor, Number
-from sglang_reshard.trace.live import OWN_ATTRIBUTES, flat_view, storage_key
+from sglang_reshard.trace.live import flat_view, same_bits, storage_key, tensors_among
 from sglang_reshard.trace.loader import Loaded, Pass
 from sglang_reshard.trace.memory import Record, geometry_of
 from sglang_reshard.trace.post_load import Run as PostLoad
 from sglang_reshard.trace.program import Program, Step
 
 _ALIGN_BYTES = 256
-_REGISTERS = ("_parameters", "_buffers")
 
 
-class _Output(NamedTuple):
-    """A live tensor, as a view of a target, and the path below its module of the result that is copied to it."""
-
-    target: str
-    geometry: Geometry
-    path: str
+# A live tensor, as a view of a target, and the path below its module of the result that is copied to it.
+_Output = tuple[str, Geometry, str]
 
 
 class _Result(NamedTuple):
-    """A tensor that the post-processing makes.
-
-    is_kept   it is the tensor that the module had as it was built, and no parameter
-    repeated  dimensions along which it has the same elements again, as `expand` makes them
-    """
+    """A tensor that the post-processing makes."""
 
     shape: torch.Size
     dtype: torch.dtype
-    is_kept: bool
-    repeated: frozenset[int]
+    is_kept: bool  # it is the tensor that the module had as it was built, and no parameter
+    repeated: frozenset[int]  # dimensions along which it has the same elements again, as `expand` makes them
 
 
 @dataclass(slots=True, eq=False)
@@ -63,10 +54,6 @@ class RepackedModule:
     outputs: list[_Output] = field(default_factory=list)
     numbers: list[tuple[dict[str, Any], str, Number]] = field(default_factory=list)
 
-    @property
-    def device(self) -> torch.device:
-        return next(_tensors(self.module))[1].device
-
     def name(self, parameter: str) -> str:
         return f"{self.path}.{parameter}"
 
@@ -74,7 +61,13 @@ class RepackedModule:
         """Returns the results of the post-processing of parameters `tensors`, by path below the module."""
         made = self.built.copy(self.module, tensors)
         self.built.process(made)
-        self.numbers = list(_new_numbers(made, self.module))
+        computed = _tables(made)
+        self.numbers = [
+            (table, name, value)
+            for prefix, table in _tables(self.module).items()
+            for name, value in computed[prefix].items()
+            if {type(value), type(table.get(name))} in ({int}, {float}) and table[name] != value
+        ]
         return dict(_tensors(made))
 
     def rehearse(
@@ -105,12 +98,15 @@ class RepackedModule:
                     "weights: something has changed it since the engine's start. Start the engine without "
                     "quantization="
                 )
-            if not _repeated(live) <= result.repeated:
+            repeated = _repeated(live)
+            if not repeated <= result.repeated:
                 raise Unsupported(
                     f"{self.name(path)} has one element in several places, but repacking makes one for each: something "
                     "has changed it since the engine's start. Start the engine without quantization="
                 )
-            key, geometry = storage_key(live), geometry_of(_elements(live))
+            # Each element of an expanded tensor once: torch copies nothing to one with repetitions.
+            size = tuple(1 if d in repeated else n for d, n in enumerate(live.shape))
+            key, geometry = storage_key(live), geometry_of(live)._replace(size=size)
             if (key, geometry) not in seen:
                 seen.add((key, geometry))
                 target = storages.setdefault(key, f"{self.name(path)}, repacked")
@@ -120,7 +116,7 @@ class RepackedModule:
                         f"{self.name(path)} and {target} share memory under two dtypes, which is not supported. Start "
                         "the engine without quantization="
                     )
-                self.outputs.append(_Output(target, geometry, path))
+                self.outputs.append((target, geometry, path))
 
     def _rehearsed(self, unwritten: Sequence[str]) -> dict[str, _Result]:
         results = self._try({})
@@ -131,7 +127,7 @@ class RepackedModule:
                 "those of the model's Hugging Face checkpoint; a quantized weight needs its scale, and "
                 "frozen= names what stays as it is."
             )
-        if self.numbers and self.device.type != "cpu":
+        if self.numbers and next(_tensors(self.module))[1].device.type != "cpu":
             raise Unsupported(
                 f"{self.path}: repacking computes the Python number {self.numbers[0][1]}, which CUDA graphs may "
                 "contain as a constant. Start the engine on weights in the trainer's format, without quantization="
@@ -149,11 +145,12 @@ class RepackedModule:
 
     def _try(self, values: Mapping[str, float]) -> dict[str, torch.Tensor]:
         """Returns results for parameters with these values, and the same random ones in each call in all others."""
-        generator = torch.Generator(self.device).manual_seed(1)
+        device = next(_tensors(self.module))[1].device
+        generator = torch.Generator(device).manual_seed(1)
         tensors = {}
         for name, p in self.built.parameters.items():
             if p is not None:
-                random = torch.rand(p.shape, generator=generator, device=self.device).add_(0.5)
+                random = torch.rand(p.shape, generator=generator, device=device).add_(0.5)
                 tensors[name] = (random if name not in values else random.fill_(values[name])).to(p.dtype)
         try:
             return self.run(tensors)
@@ -311,14 +308,11 @@ def repack_on_arrival(
         unwritten = [name for name in parameters if module.name(name) not in targets and name not in filled]
         module.rehearse(targets, unwritten, known)
         for name, parameter in module.built.parameters.items():
-            if parameter is not None and (target := module.name(name)) in targets and _is_twin(targets[target]):
+            target = module.name(name)
+            if parameter is not None and target in targets and targets[target].device.type == "meta":
                 arrivals[target] = RepackedParameter(module, name, others)
     numbers = tuple(Step(m.path, "process_weights_after_loading", m.set_numbers) for m in modules)
     return replace(program, targets=targets, arrivals=arrivals, steps=(*program.steps, *numbers))
-
-
-def _is_twin(target: torch.Tensor) -> bool:
-    return target.device.type == "meta"
 
 
 def _not_again(module: RepackedModule, name: str, why: str) -> Unsupported:
@@ -334,7 +328,7 @@ def _first_difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch
         with_other = other.get(path)
         if with_other is None or tensor.shape != with_other.shape or tensor.dtype != with_other.dtype:
             return path
-        if tensor.numel() and not torch.equal(_bytes(tensor), _bytes(with_other)):
+        if tensor.numel() and not same_bits(tensor, with_other):
             return path
     return ""
 
@@ -343,50 +337,20 @@ def _repeated(tensor: torch.Tensor) -> frozenset[int]:
     return frozenset(d for d, (n, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if n > 1 > step)
 
 
-def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view with each element of an expanded tensor once: torch copies nothing to one with repetitions."""
-    repeated = _repeated(tensor)
-    size = [1 if d in repeated else n for d, n in enumerate(tensor.shape)]
-    return tensor.as_strided(size, tensor.stride(), tensor.storage_offset())
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 def _view(flat: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     return flat.as_strided(geometry.size, geometry.stride, flat.storage_offset() + geometry.offset)
 
 
-def _tables(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields prefix and dictionary of the values that a module and its helpers keep."""
+def _tables(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """Returns the attributes of a module, under "", and of its helpers."""
     attributes = vars(module)
-    for register in _REGISTERS:
-        yield "", attributes[register]
-    yield "", {k: v for k, v in attributes.items() if k not in OWN_ATTRIBUTES}
-    for name in HELPERS:
-        helper = attributes.get(name)
-        if helper is not None and hasattr(helper, "__dict__"):
-            yield f"{name}.", vars(helper)
+    helpers = [(name, attributes.get(name)) for name in HELPERS]
+    return {"": attributes, **{f"{name}.": vars(helper) for name, helper in helpers if hasattr(helper, "__dict__")}}
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors that a module and its helpers keep, with their paths."""
-    for prefix, table in _tables(module):
-        for name, value in table.items():
-            if isinstance(value, torch.Tensor):
-                yield prefix + name, value
-            elif isinstance(value, (list, tuple, dict)):
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                yield from ((f"{prefix}{name}.{k}", item) for k, item in items if isinstance(item, torch.Tensor))
-
-
-def _new_numbers(made: torch.nn.Module, live: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Number]]:
-    """Yields the numbers of `made` that `live` has with another value."""
-    attributes = vars(live)
-    tables = [attributes, *(vars(attributes[name]) for name in HELPERS if hasattr(attributes.get(name), "__dict__"))]
-    others = [vars(made), *(vars(vars(made)[name]) for name in HELPERS if hasattr(attributes.get(name), "__dict__"))]
-    for table, other in zip(tables, others, strict=True):
-        for name, value in other.items():
-            if type(value) in (int, float) and type(table.get(name)) is type(value) and table[name] != value:
-                yield table, name, value
+    for register in (module._parameters, module._buffers):
+        yield from tensors_among("", register)
+    for prefix, table in _tables(module).items():
+        yield from tensors_among(prefix, table)

@@ -45,11 +45,10 @@ class TracedScalar(float):
     __str__ = __repr__
 
 
-for _name in ("lt", "le", "eq", "ne", "gt", "ge", "hash", "bool", "int", "round", "trunc", "neg", "pos", "abs"):
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_OTHER = ("lt", "le", "eq", "ne", "gt", "ge", "hash", "bool", "int", "round", "trunc", "neg", "pos", "abs")
+for _name in (*_OTHER, *_BINARY, *(f"r{name}" for name in _BINARY)):
     setattr(TracedScalar, f"__{_name}__", TracedScalar._refuse)
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(TracedScalar, f"__{_name}__", TracedScalar._refuse)
-    setattr(TracedScalar, f"__r{_name}__", TracedScalar._refuse)
 
 
 class Scalars:
@@ -60,8 +59,7 @@ class Scalars:
 
     def take(self, view: VersionedView) -> TracedScalar:
         """Returns the scalar for a view of one element of a checkpoint tensor. Raises Unsupported for any other."""
-        tensor = _one_element_tensor(view)
-        if tensor is None:
+        if (tensor := _one_element_tensor(view)) is None:
             raise Unsupported(
                 f"The loader reads the value of a tensor derived from {names_of(view)} with item(); values are not "
                 "available while tracing. item() is supported only for checkpoint tensors with one floating-point "
@@ -80,11 +78,8 @@ class Scalars:
 
     def check_unused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises Unsupported if an operator that is no fill has a taken scalar among its arguments."""
-        if not self._origins:
-            return
         for value in (*args, *kwargs.values()):
-            view = self.origin(value)
-            if view is not None:
+            if (view := self.origin(value)) is not None:
                 raise Unsupported(
                     f"The loader calls {func} with the value of {names_of(view)}. A value that was read with item() "
                     f"can only fill a parameter. {_USE_OWN}"

@@ -1,8 +1,9 @@
-"""Takes a snapshot of a model's attributes before its loader runs, and restores what the loader has rebound."""
+"""Remembers a model's attributes before its loader runs, and restores what the loader has rebound."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,42 +23,39 @@ class Change(NamedTuple):
     after: Any
 
 
-class AttributeSnapshot:
-    """The attributes of all modules and parameters of a model."""
+@contextmanager
+def attributes_restored(model: torch.nn.Module) -> Iterator[list[Change]]:
+    """Restores, at its end, the attributes of all modules and parameters of a model.
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._tables: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
-        self._containers: list[tuple[str, Any, list[Any]]] = []
-        self._data: list[tuple[str, torch.nn.Parameter, torch.Tensor]] = []
-        for path, module in model.named_modules():
-            attributes = vars(module)
-            self._add(path, attributes)
-            for table in _TABLES:
-                self._tables.append((path, attributes[table], dict(attributes[table])))
-        for path, parameter in model.named_parameters():
-            self._data.append((path, parameter, parameter.data))
-            self._add(path, vars(parameter))
-
-    def _add(self, path: str, attributes: dict[str, Any]) -> None:
-        self._tables.append((path, attributes, dict(attributes)))
-        for key, value in attributes.items():
-            # torch's own containers (of hooks and the like) start with an underscore.
-            if type(value) in (list, dict, set) and not key.startswith("_"):
-                self._containers.append((f"{path}.{key}" if path else key, value, _items(value)))
-
-    def restore(self) -> list[Change]:
-        """Restores all attributes. Returns those that were rebound to or from a tensor."""
+    The list that it yields has then those that were rebound to or from a tensor.
+    """
+    modules = [(path, vars(module)) for path, module in model.named_modules()]
+    data = [(path, parameter, parameter.data) for path, parameter in model.named_parameters()]
+    of_parameters = [(path, vars(parameter)) for path, parameter, _ in data]
+    # torch's own containers (of hooks and the like) start with an underscore.
+    containers = [
+        (f"{path}.{key}" if path else key, value, _items(value))
+        for path, attributes in (*modules, *of_parameters)
+        for key, value in attributes.items()
+        if type(value) in (list, dict, set) and not key.startswith("_")
+    ]
+    named = [(path, table) for path, own in modules for table in (own, *(own[register] for register in _TABLES))]
+    tables = [(path, table, dict(table)) for path, table in (*named, *of_parameters)]
+    found: list[Change] = []
+    try:
+        yield found
+    finally:
         changes: list[Change] = []
-        for path, table, before in self._tables:
+        for path, table, before in tables:
             changes += _restore_table(path, table, before)
-        for path, container, items in self._containers:
+        for path, container, items in containers:
             changes += _restore_container(path, container, items)
-        for path, parameter, data in self._data:
+        for path, parameter, tensor in data:
             now = parameter.data
-            if _location(now) != _location(data):
-                parameter.data = data
-                changes.append(Change(f"{path}.data", data, now))
-        return [c for c in changes if _is_rebound_tensor(c)]
+            if _location(now) != _location(tensor):
+                parameter.data = tensor
+                changes.append(Change(f"{path}.data", tensor, now))
+        found += [c for c in changes if _is_rebound_tensor(c)]
 
 
 def _restore_table(path: str, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.layout.names import matches_any
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.kept import patterns_of
@@ -56,19 +57,16 @@ class StockLoad:
         records: Sequence[Record],
         start: Callable[[], EngineStart] | None,
         trace: Callable[[Sequence[TensorSpec], list[str]], Sequence[Record]],
-        may_stay: MayStay | None = None,
+        may_stay: MayStay,
     ) -> None:
         """`records` are those of an update that sends `specs`.
 
         trace  traces the loader with specs; the list gets the name of each tensor that it receives
         """
         self._specs, self._records, self._trace = specs, records, trace
-        allowed = may_stay or MayStay()
-        self._frozen, self._may_stay = allowed.frozen, allowed.from_checkpoint
+        self._frozen = may_stay.frozen
         self._sent = {spec.name for spec in specs}
         self._start = functools.cache(start if start is not None else lambda: EngineStart(None))
-        self._found: Mapping[str, Sequence[Record]] | None = None
-        self._asked = False
         self.unknown = ""
 
     @property
@@ -76,15 +74,14 @@ class StockLoad:
         """See `EngineStart`."""
         return self._start().randomized
 
+    @functools.cached_property
     def writes(self) -> Mapping[str, Sequence[Record]] | None:
-        """Returns the writes of each live storage, by its name; None if the checkpoint is not known."""
-        if not self._asked:
-            self._asked = True
-            try:
-                self._found = self._traced(self._start())
-            except ReshardError as error:
-                self.unknown = f"the loader cannot be traced with the engine's own checkpoint: {error}"
-        return self._found
+        """The writes of each live storage, by its name; None if the checkpoint is not known."""
+        try:
+            return self._traced(self._start())
+        except ReshardError as error:
+            self.unknown = f"the loader cannot be traced with the engine's own checkpoint: {error}"
+            return None
 
     def _traced(self, start: EngineStart) -> Mapping[str, Sequence[Record]] | None:
         if start.specs is None:
@@ -101,8 +98,7 @@ class StockLoad:
 
     def fills(self, storage: str) -> Sequence[Record] | None:
         """Returns the writes of one live storage, none if a start leaves it alone; None if that is not known."""
-        writes = self.writes()
-        return None if writes is None else writes.get(storage, ())
+        return None if self.writes is None else self.writes.get(storage, ())
 
     def could_stay(self, record: Record) -> bool:
         """Returns whether frozen= could name what a start has written: no value in it changes with the update."""
@@ -112,11 +108,11 @@ class StockLoad:
 
     def may_stay(self, record: Record) -> bool:
         """Returns whether what a start has written may stay."""
-        return self.could_stay(record) and all(map(self._may_stay, _sources(record)))
+        return self.could_stay(record) and self.tensors_may_stay(list(_sources(record)))
 
     def tensors_may_stay(self, names: Collection[str]) -> bool:
         """Returns whether tensors of the engine's own checkpoint have filled something, and all of that may stay."""
-        return self._sent.isdisjoint(names) and all(map(self._may_stay, names))
+        return self._sent.isdisjoint(names) and all(matches_any(name, self._frozen) for name in names)
 
     def all_may_stay(self, *storages: str) -> bool:
         """Returns whether a start fills any of these live storages, and all of that may stay."""
@@ -141,8 +137,7 @@ class StockLoad:
 
     def hint(self, storage: str) -> str:
         """Returns what is known about a live storage that is not written completely, as the end of an error message."""
-        writes = self.writes()
-        if writes is not None and (names := source_names(writes.get(storage, ()))):
+        if names := source_names(self.fills(storage) or ()):
             return f" The engine's own checkpoint fills it from {some_names(names)}."
         if self.unknown:
             return (
@@ -219,7 +214,11 @@ def _names_in_checkpoint(paths: Collection[str], records: Iterable[Record]) -> d
     nearest: dict[str, tuple[str, str]] = {}  # path of a module -> beginnings of a parameter below it: live, in names
     for record in records:
         if isinstance(record.content, CheckpointTensor):
-            beginnings = _different_beginnings(record.storage.name, record.content.spec.name)
+            a, b = record.storage.name.split("."), record.content.spec.name.split(".")
+            while a and b and a[-1] == b[-1]:
+                a.pop()
+                b.pop()
+            beginnings = "".join(f"{part}." for part in a), "".join(f"{part}." for part in b)
             module = record.storage.name
             while module:
                 module = module.rpartition(".")[0]
@@ -236,12 +235,3 @@ def _names_in_checkpoint(paths: Collection[str], records: Iterable[Record]) -> d
             candidates.append(name + path[len(live) :])
         found[path] = list(dict.fromkeys(candidates))
     return found
-
-
-def _different_beginnings(live: str, name: str) -> tuple[str, str]:
-    """Returns what two dotted names begin with before their common end."""
-    a, b = live.split("."), name.split(".")
-    while a and b and a[-1] == b[-1]:
-        a.pop()
-        b.pop()
-    return ".".join(a) + "." * bool(a), ".".join(b) + "." * bool(b)

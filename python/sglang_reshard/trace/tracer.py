@@ -15,8 +15,8 @@ from sglang_reshard.errors import ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.coverage import check_order, is_complete
-from sglang_reshard.trace.geometry import boxes_forgotten
-from sglang_reshard.trace.loader import check_names, loader_of
+from sglang_reshard.trace.geometry import forget_boxes
+from sglang_reshard.trace.loader import NamesRead, check_names, loader_of
 from sglang_reshard.trace.lowering import Lowering, drop_repeated_writes
 from sglang_reshard.trace.program import MayStay, Program, Step
 
@@ -51,7 +51,7 @@ def trace(
     """
     began = time.perf_counter()
     check_names(specs)
-    with tracing():
+    with _tracing():
         try:
             program = _traced(model, specs, start, may_stay, weightless)
         except ReshardError as error:
@@ -98,8 +98,21 @@ def _traced(
     return loader.converted(program, loaded, specs)
 
 
+def names_read(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> NamesRead:
+    """Returns what the model's loader reads of these tensors. Raises nothing that it raises."""
+    loader = loader_of(model)
+    with _tracing(), loader.prepared():
+        found = loader.names_read(specs)
+        if found.refused and (others := loader.instead(specs)):  # it may take quantized weights only
+            found = max(found, loader.names_read(others), key=lambda one: len(one.read))
+    return found
+
+
 @contextmanager
-def tracing() -> Iterator[None]:
+def _tracing() -> Iterator[None]:
     """Around a run of a loader over lazy tensors: one at a time, without gradients."""
-    with _one_at_a_time, torch.no_grad(), garbage_collector_paused(), boxes_forgotten():
-        yield
+    with _one_at_a_time, torch.no_grad(), garbage_collector_paused():
+        try:
+            yield
+        finally:
+            forget_boxes()

@@ -18,19 +18,19 @@ import torch
 from drafts import sent_with_draft, with_draft
 from layout_kinds import layout_kinds
 from sglang_reshard.cli.plan.sglang_model import build_rank, choose_code_paths, import_before_forks
+from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.errors import ReshardError, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.patches import repacking
+from sglang_reshard.selftest.digests import digests
 from sglang_reshard.trace.live import live_tensors, storage_key
 from sglang_reshard.trace.live_shards import live_shards
-from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.program import Copy, Program
 from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights
 from support.live_memory import differing, fill_with_garbage
 from support.sglang_state import published_arguments
-from tools.oracle.digests import digests
 from tools.oracle.replay import replay
 
 Weights = dict[str, torch.Tensor]
@@ -154,7 +154,7 @@ def _examined(
     stages: int,
 ) -> Finding:
     fill_with_garbage(model)
-    before, signature, paths = digests(model), live_signature(model), _paths(model)
+    before, signature, paths = digests(model), LiveSignature(model).current(), _paths(model)
     program, refusal, start = *_traced(model, weights), None
     if program is None and _NEVER_WRITTEN in refusal and "scale" not in refusal.partition(" ")[0]:
         # An engine knows its own checkpoint, and what a start on it leaves alone.
@@ -166,7 +166,7 @@ def _examined(
     complaints = [f"the trace wrote to {', '.join(wrote[:4])}"] if wrote else []
     complaints += [] if program is None else _missing_scales(model, weights, program, start)
     replays = None if program is None else Replays.of(model, program, weights)
-    complaints += [] if live_signature(model) == signature else [_moved(model, paths)]
+    complaints += [] if LiveSignature(model).current() == signature else [_moved(model, paths)]
     stock = _stock(model, weights)
     if not isinstance(stock, Exception):
         complaints += _unjustified(refusal, before, stock) if replays is None else replays.complaints(stock)

@@ -19,11 +19,11 @@ from drafts import draft_of, sent_with_draft
 from examination import built, examine, specs_of
 from rank_jobs import run_jobs
 from sglang_reshard.patches.draft_models import Drafts, TargetAndDrafts
+from sglang_reshard.selftest.digests import digest, digests
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import DRAFT, PUBLISHED, read_weights, write_checkpoint, write_weights
 from support.live_memory import fill_with_garbage
 from support.sglangs import ENDS, chosen
-from tools.oracle.digests import digest, digests
 from tools.oracle.replay import replay
 
 pytestmark = [pytest.mark.engine]

@@ -29,13 +29,13 @@ from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import publish_arguments
 from sglang_reshard.derived import DerivedState
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.selftest.digests import digest
 from sglang_reshard.testing import cpu_host
 from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from support import sglangs
 from support.checkpoints import read_weights, write_checkpoint
 from support.reachable_state import reachable_state
-from tools.oracle.digests import digest
 from tools.oracle.replay import replay
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [100, 200, 30, 40, 50, 60]]

@@ -21,11 +21,11 @@ from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.derived import DerivedState, remember_loaded
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.selftest.digests import digest
 from sglang_reshard.trace.folded import flags_of
 from sglang_reshard.trace.tracer import trace
 from support import sglangs
 from support.checkpoints import read_weights, write_checkpoint
-from tools.oracle.digests import digest
 from tools.oracle.replay import replay
 
 pytestmark = [pytest.mark.engine]

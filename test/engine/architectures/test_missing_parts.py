@@ -19,13 +19,13 @@ import torch
 from examination import Weights, built, said, specs_of
 from rank_jobs import run_jobs
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.selftest.digests import digests
 from sglang_reshard.trace.program import MayStay
 from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights, tiny_checkpoints, write_checkpoint
 from support.checkpoints.tiny_configs import IN_BLOCKS
 from support.live_memory import differing
-from tools.oracle.digests import digests
 from tools.oracle.replay import replay
 
 SHARED = {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}

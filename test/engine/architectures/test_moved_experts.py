@@ -11,12 +11,12 @@ import torch
 from examination import built, specs_of
 from rank_jobs import run_jobs
 from sglang_reshard.cli.plan.sglang_model import with_known
-from sglang_reshard.patches.expert_location import placement
+from sglang_reshard.patches.model_runner import placement
+from sglang_reshard.selftest.digests import digests
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights, write_checkpoint
 from support.live_memory import differing, fill_with_garbage
 from support.sglang_state import place_experts, published_arguments
-from tools.oracle.digests import digests
 from tools.oracle.replay import replay
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")

@@ -22,11 +22,11 @@ from examination import Weights, built, said, specs_of, started_on
 from rank_jobs import run_jobs
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.patches import repacking
+from sglang_reshard.selftest.digests import digests
 from sglang_reshard.trace.tracer import trace
 from support import blackwell, sglangs
 from support.checkpoints import tiny_checkpoints, write_checkpoint
 from support.checkpoints.tiny_configs import IN_BLOCKS
-from tools.oracle.digests import digests
 from tools.oracle.replay import replay
 
 MODELS = {"dense": "Qwen3ForCausalLM", "experts": "Qwen3MoeForCausalLM"}

@@ -21,13 +21,13 @@ import torch
 from examination import Weights, built, said, specs_of, started_on
 from rank_jobs import run_jobs
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.selftest.digests import digests
 from sglang_reshard.trace.tracer import trace
 from support import blackwell, nvfp4, sglangs
 from support.checkpoints import read_weights, tiny_checkpoints, write_checkpoint, write_weights
 from support.checkpoints.tiny_configs import IN_BLOCKS
 from support.sweep import SWEEP, sweep
 from test_quantization import CASES, MODELS, leave_dummy_weights
-from tools.oracle.digests import digests
 from tools.oracle.replay import replay
 
 pytestmark = [pytest.mark.engine]

@@ -19,12 +19,12 @@ from examination import built, said, specs_of
 from rank_jobs import run_jobs
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.patches.sglang_versions import OLDEST
+from sglang_reshard.selftest.digests import digests
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights, write_checkpoint
 from support.checkpoints.tiny_checkpoints import write_weights
 from support.live_memory import differing
 from support.sglang_state import published_arguments
-from tools.oracle.digests import digests
 from tools.oracle.replay import replay
 
 TP, SEEDS = 2, (1, 2)

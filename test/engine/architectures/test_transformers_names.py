@@ -20,15 +20,14 @@ from examination import built, said, specs_of
 from rank_jobs import run_jobs
 from sglang_reshard.engine.target_planning import LoaderNames
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.trace.names_read import names_read
+from sglang_reshard.selftest.digests import digests
 from sglang_reshard.trace.stock_load import EngineStart
-from sglang_reshard.trace.tracer import trace
+from sglang_reshard.trace.tracer import names_read, trace
 from support import sglangs
 from support.checkpoints import read_weights, write_checkpoint
 from support.live_memory import differing, fill_with_garbage
 from support.sweep import sweep
 from test_given_names import found_for
-from tools.oracle.digests import digests
 from tools.oracle.replay import replay
 
 Weights = dict[str, torch.Tensor]

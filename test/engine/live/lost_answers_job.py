@@ -17,11 +17,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from benchmark.demo import text
-from benchmark.demo.reference import greedy_tokens
+from benchmark.reference import greedy_tokens
 from server_job import PROMPTS, Served
 from sglang_reshard import WeightSender
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.selftest import text
 from sglang_reshard.trainer.collectives import on_first_rank
 
 _READ_BYTES = 1 << 16

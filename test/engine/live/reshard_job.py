@@ -8,10 +8,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmark.demo import text, tiny_model
-from benchmark.demo.reference import greedy_tokens
-from benchmark.demo.trainer import Trainer
+from benchmark.reference import greedy_tokens
 from sglang_reshard import VerlEngine
+from sglang_reshard.selftest import text, tiny_model
+from sglang_reshard.selftest.layouts import Source
+from sglang_reshard.selftest.trainer import Trainer
 from support.live_engines import PROMPTS, greedy, live_digests, live_engine
 from support.refusals import refusal_of
 
@@ -29,8 +30,7 @@ class Job:
         if self.rank == 0:
             tiny_model.save(self.model_path, tp, target_tp)
         dist.barrier()
-        mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp", "tp"))
-        self.trainer = Trainer(tiny_model.config(tp, target_tp), mesh["tp"], mesh["dp"] if world > tp else None)
+        self.trainer = Trainer(tiny_model.config(tp, target_tp), Source(fsdp=world // tp, tp=tp))
         self.tokenizer = tiny_model.tokenizer()
         all_ranks = init_device_mesh("cpu", (world,), mesh_dim_names=("all",))
         self.engine = self.start(all_ranks)
@@ -51,7 +51,7 @@ class Job:
         return refusal_of(lambda: self.engine.update_weights_from_tensor(named, weight_version=version, **options))
 
     def step_and_save(self, version: str) -> None:
-        self.trainer.step(self.tokenizer)
+        self.trainer.step(int(version))
         self.trainer.save_checkpoint(self.checkpoint(version))
         dist.barrier()
 

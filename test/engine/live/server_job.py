@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from benchmark.demo import text, tiny_model
-from benchmark.demo.reference import greedy_tokens
-from benchmark.demo.trainer import Trainer
+from benchmark.reference import greedy_tokens
 from sglang_reshard import SnapshotFollower, Snapshots, VerlEngine, WeightSender
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.routes.p2p.trainer import P2pSender
+from sglang_reshard.selftest import text, tiny_model
+from sglang_reshard.selftest.layouts import Source
+from sglang_reshard.selftest.trainer import Trainer
 from support.live_engines import greedy, live_engine
 from support.refusals import refusal_of
 
@@ -59,7 +60,7 @@ class Served:
     def __init__(self, job: dict[str, Any]) -> None:
         self.rank, ranks = dist.get_rank(), dist.get_world_size()
         self.mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-        self.trainer = Trainer(tiny_model.config(ranks, job.get("target_tp", 1)), self.mesh)
+        self.trainer = Trainer(tiny_model.config(ranks, job.get("target_tp", 1)), Source(tp=ranks))
         self.folder, self._job = Path(job["folder"]), job
         self.server = RemoteEngine(job["url"], admin_api_key=job["key"])
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from benchmark.demo import text
-from benchmark.demo.reference import greedy_tokens
+from benchmark.reference import greedy_tokens
 from flights import GREEDY, Flight
 from reshard_job import Job
+from sglang_reshard.selftest import text
+from sglang_reshard.selftest.digests import read_live_digests
 from stock_steps import all_steps
 from support.checkpoints import write_checkpoint
 from support.live_engines import PROMPTS, stock_engine
-from tools.oracle.digests import read_live_digests
 from update_groups import UpdateGroup
 
 Digests = list[dict[str, str]]

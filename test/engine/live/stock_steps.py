@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from flights import Flight
-from tools.oracle.digests import read_live_digests
+from sglang_reshard.selftest.digests import read_live_digests
 from update_groups import UpdateGroup
 
 PROMPT = [5, 6, 7, 8]

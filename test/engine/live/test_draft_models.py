@@ -10,17 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
 
-from benchmark.demo import tiny_model
-from benchmark.demo.trainer import Trainer
 from sglang_reshard import WeightSender
 from sglang_reshard.patches.draft_models import OWN
+from sglang_reshard.selftest import tiny_model
+from sglang_reshard.selftest.digests import digests
+from sglang_reshard.selftest.layouts import Source
+from sglang_reshard.selftest.trainer import Trainer
 from support.checkpoints import DRAFT, write_checkpoint
 from support.live_engines import WITHOUT_PLUGIN, stock_engine
 from support.refusals import refusal_of
 from support.trainers import run_trainers
-from tools.oracle.digests import digests
 from tools.oracle.stock import stock_digests
 
 LOADER = "test_draft_models.write_each"
@@ -63,8 +63,7 @@ def updates_of(engine: Any, folder: Path) -> dict[str, Any]:
     def live(name: str) -> list[dict[str, str]]:
         return live_digests(engine, folder / name)
 
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-    trainers = [Trainer(tiny_model.config(1, 1), mesh) for _ in range(2)]
+    trainers = [Trainer(tiny_model.config(1, 1), Source()) for _ in range(2)]
     with torch.no_grad():
         for parameter in trainers[1].model.parameters():
             parameter.mul_(1.5)

@@ -22,13 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.patches.stock_weights import SERVE_DUMMY
+from sglang_reshard.patches.sound_weights import SERVE_DUMMY
+from sglang_reshard.selftest.digests import read_live_digests
 from support.checkpoints import write_checkpoint
 from support.live_engines import PROMPTS, WITHOUT_PLUGIN, live_digests, live_engine, stock_engine
 from support.sglangs import chosen
 from support.tiny_qwen3_vl import PROMPT, write_image, write_qwen3_vl
 from support.trainers import run_trainers
-from tools.oracle.digests import read_live_digests
 
 NEW_TOKENS = 6
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from sglang_reshard.patches.stock_weights import SERVE_DUMMY
+from sglang_reshard.patches.sound_weights import SERVE_DUMMY
 from support.live_engines import live_digests, live_engine
 from support.tiny_qwen3_vl import PROMPT, greedy_answer, write_image, write_qwen3_vl
 from support.trainers import run_trainers

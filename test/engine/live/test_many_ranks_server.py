@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.demo import tiny_model
+from sglang_reshard.selftest import tiny_model
 from sglang_reshard.testing import cpu_host
 from support.servers import launch, serving
 from support.sweep import sweep

@@ -17,13 +17,13 @@ from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from torch.distributed.device_mesh import init_device_mesh
 
-from benchmark.demo import tiny_model
-from benchmark.demo.trainer import Trainer
 from sglang_reshard import Probe, WeightSender, __version__
 from sglang_reshard.extras.probe import module_logprobs
 from sglang_reshard.observability.probe_report import OUTCOMES
+from sglang_reshard.selftest import tiny_model
+from sglang_reshard.selftest.layouts import Source
+from sglang_reshard.selftest.trainer import Trainer
 from sglang_reshard.testing import cpu_host
 from support.collector import Collector, collecting
 from support.refusals import refusal_of
@@ -38,7 +38,7 @@ def update_a_server_that_counts(job: dict[str, Any]) -> dict[str, Any]:
     url, folder = job["url"], Path(job["folder"])
     provider = _export_spans_to(job["collector"])
     ranks = dist.get_world_size()
-    trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), init_device_mesh("cpu", (ranks,)))
+    trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), Source(tp=ranks))
     trainer.save_checkpoint(folder / "checkpoint")
     sender = WeightSender(url, timeout_s=180)
     seen = {"before": _metrics(url)}

@@ -70,9 +70,9 @@ def cached_tokens(run: Job) -> int:
 
 
 def tear(engine: Any) -> None:
-    from sglang_reshard.patches import torn_weights
+    from sglang_reshard.patches import sound_weights
 
-    torn_weights.mark(engine.tokenizer_manager, REASON)
+    sound_weights.mark(engine.tokenizer_manager, REASON)
 
 
 pytestmark = [pytest.mark.engine]

@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmark.demo import tiny_model
 from sglang_reshard import __version__
 from sglang_reshard.patches.sglang_versions import NEWEST
+from sglang_reshard.selftest import tiny_model
 from sglang_reshard.testing import cpu_host
 from support.servers import launch, serving
 from support.sglangs import chosen

@@ -15,22 +15,22 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
-from benchmark.demo import tiny_model
-from benchmark.demo.reference import greedy_tokens
-from benchmark.demo.trainer import Trainer
+from benchmark.reference import greedy_tokens
 from sglang_reshard import MultiEngineSender, RemoteEngine
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.patches.launch import without_torchrun_variables
 from sglang_reshard.protocol.session import Session
+from sglang_reshard.selftest import tiny_model
+from sglang_reshard.selftest.digests import LOADER, read_live_digests
+from sglang_reshard.selftest.layouts import Source
+from sglang_reshard.selftest.trainer import Trainer
 from sglang_reshard.testing import cpu_host
 from support import nixl_env
 from support.nixl_env import needs_nixl
 from support.servers import free_port, launch, serving
 from support.sglangs import chosen
 from support.trainers import run_trainers
-from tools.oracle.digests import LOADER, read_live_digests
 from tools.oracle.stock import stock_digests
 
 MODES = ("prefill", "decode")
@@ -222,7 +222,7 @@ def _refused(sender: MultiEngineSender, trainer: Trainer) -> str:
 
 
 def _trainer() -> Trainer:
-    return Trainer(tiny_model.config(1, 1), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
+    return Trainer(tiny_model.config(1, 1), Source())
 
 
 def _local(parameter: Any) -> torch.Tensor:

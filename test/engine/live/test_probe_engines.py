@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from reshard_job import Job
 from sglang_reshard import Probe, VerlEngine
 from sglang_reshard.extras.probe.comparison import compare
+from sglang_reshard.selftest.digests import LOADER, write_json
 from support.live_engines import live_digests, live_engine
 from support.refusals import refusal_of
 from support.sglangs import chosen
 from support.sweep import sweep
 from support.trainers import run_trainers
-from tools.oracle.digests import LOADER, write_json
 
 STALE = "test_probe_engines.keep_stale_copies"
 SEQUENCES = [[*range(20, 52)], [7, 7, 7], [4098, 0, 1500, 3]]  # the vocabulary's last token among them

@@ -15,11 +15,11 @@ import httpx
 import pytest
 import torch
 
-from benchmark.demo import text, tiny_model
-from benchmark.demo.reference import greedy_tokens
+from benchmark.reference import greedy_tokens
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.protocol.session import Session
+from sglang_reshard.selftest import text, tiny_model
 from sglang_reshard.testing import cpu_host
 from support.live_engines import greedy
 from support.servers import launch, serving

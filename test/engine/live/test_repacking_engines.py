@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from benchmark.demo import tiny_model
-from benchmark.demo.trainer import Trainer
 from sglang_reshard import Snapshots, WeightSender
+from sglang_reshard.selftest import tiny_model
+from sglang_reshard.selftest.digests import read_live_digests
+from sglang_reshard.selftest.layouts import Source
+from sglang_reshard.selftest.trainer import Trainer
 from support.live_engines import stock_engine
 from support.trainers import run_trainers
-from tools.oracle.digests import read_live_digests
 
 OPTIONS: tuple[dict[str, Any], ...] = ({"verify": "full"}, {"staged": True}, {})
 ENGINE = {"tp_size": 2, "dtype": "bfloat16", "quantization": "fp8"}
@@ -29,7 +29,7 @@ def updates(job: dict[str, Any]) -> dict[str, Any]:
     """The live digests after each update, and those of an engine started on the last checkpoint."""
     folder, live = Path(job["folder"]), []
     tiny_model.save(folder / "model", 1, 2)
-    trainer = Trainer(tiny_model.config(1, 2), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
+    trainer = Trainer(tiny_model.config(1, 2), Source())
     trainer.model.to(torch.bfloat16)
     with stock_engine(folder / "model", load_format="dummy", **ENGINE) as engine:
         sender = WeightSender.over(dist.group.WORLD, engine.update_weights_distributed, timeout_s=180)

@@ -11,8 +11,8 @@ import httpx
 import psutil
 import pytest
 
-from benchmark.demo import tiny_model
 from sglang_reshard import __version__
+from sglang_reshard.selftest import tiny_model
 from sglang_reshard.testing import cpu_host
 from support.reports import of_others
 from support.servers import free_port, launch, serving

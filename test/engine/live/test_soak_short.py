@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 from benchmark import results
-from benchmark.demo import tiny_model
 from benchmark.soak import verdict, weights
 from benchmark.soak.clients import Tally
 from benchmark.soak.expected import Expected
 from benchmark.soak.footprint import Footprint, footprint
 from benchmark.soak.seen import Updated, Verified
+from sglang_reshard.selftest import tiny_model
 from support.cramped import UNSHARE
 from support.left_behind import settled
 from support.zygote import as_subreaper

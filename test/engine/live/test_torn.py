@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmark.demo import tiny_model
-from sglang_reshard.patches.stock_weights import SERVE_DUMMY
+from sglang_reshard.patches.sound_weights import SERVE_DUMMY
+from sglang_reshard.selftest import tiny_model
 from sglang_reshard.testing import cpu_host
 from support.servers import launch, serving
 from support.trainers import run_trainers

@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmark.demo import tiny_model
 from flights import Flight
 from sglang_reshard import DistributedUpdateWeightsReq, VerlEngine
 from sglang_reshard.errors import EngineRefused
-from sglang_reshard.patches import torn_weights
-from sglang_reshard.patches.stock_weights import SERVE_DUMMY
+from sglang_reshard.patches import sound_weights
+from sglang_reshard.patches.sound_weights import SERVE_DUMMY
 from sglang_reshard.protocol.session import Session
+from sglang_reshard.selftest import tiny_model
 from support.live_engines import greedy, live_engine
 from support.refusals import refusal_of
 
@@ -90,9 +90,9 @@ class Torn:
         }
 
     def refused(self) -> dict[str, list[str]]:
-        torn_weights.mark(self.manager, REASON)
+        sound_weights.mark(self.manager, REASON)
         refused = {name: refusal_of(way) for name, way in self.ways().items()}
-        torn_weights.heal(self.manager)
+        sound_weights.heal(self.manager)
         return refused
 
     def waited_for_a_pause(self) -> list[str]:
@@ -101,7 +101,7 @@ class Torn:
             waiting = asyncio.ensure_future(self.generate())
             await asyncio.sleep(WAIT_S)
             assert not waiting.done()
-            torn_weights.mark(self.manager, REASON)
+            sound_weights.mark(self.manager, REASON)
             await self.go_on()
             await waiting
 
@@ -114,7 +114,7 @@ class Torn:
                 waiting = asyncio.ensure_future(self.generate())
                 await asyncio.sleep(WAIT_S)
                 assert not waiting.done()
-                torn_weights.mark(self.manager, REASON)
+                sound_weights.mark(self.manager, REASON)
             await waiting
 
         return self.outcome(go)
@@ -127,7 +127,7 @@ class Torn:
 
             async def slowly(asked: Any) -> Any:
                 await self.pause("retract")
-                torn_weights.mark(self.manager, REASON)
+                sound_weights.mark(self.manager, REASON)
                 await self.go_on()
                 return await stock(asked)
 
@@ -141,7 +141,7 @@ class Torn:
 
     def outcome(self, go: Callable[[], Awaitable[None]]) -> list[str]:
         refusal = refusal_of(lambda: self.run(asyncio.wait_for(go(), 30)))
-        torn_weights.heal(self.manager)
+        sound_weights.heal(self.manager)
         return refusal
 
     def flight(self, mode: str, before: str) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class Torn:
 
         async def next_update() -> None:
             async with self.manager.is_pause_cond:
-                torn_weights.mark(self.manager, REASON)
+                sound_weights.mark(self.manager, REASON)
 
         async def tear() -> None:
             if before in ("under way", "next"):
@@ -162,7 +162,7 @@ class Torn:
                     lifting = asyncio.ensure_future(self.go_on())
                     await asyncio.sleep(WAIT_S)
                     if before == "under way":
-                        torn_weights.mark(self.manager, REASON)
+                        sound_weights.mark(self.manager, REASON)
                     else:
                         tearing = asyncio.ensure_future(next_update())
                         await asyncio.sleep(WAIT_S)
@@ -170,14 +170,14 @@ class Torn:
                 if before == "next":
                     await tearing
             else:
-                torn_weights.mark(self.manager, REASON)
+                sound_weights.mark(self.manager, REASON)
                 if before == "healed":
-                    torn_weights.heal(self.manager)
+                    sound_weights.heal(self.manager)
                 await self.go_on()
 
         self.run(asyncio.wait_for(tear(), 60))
         ended = flight.end()
-        torn_weights.heal(self.manager)
+        sound_weights.heal(self.manager)
         return {"had": had, "tokens": ended["count"], "reason": ended["reason"]}
 
 

@@ -14,15 +14,15 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from starlette.responses import JSONResponse
 
-    from sglang_reshard.patches import torn_weights
+    from sglang_reshard.patches import sound_weights
 
     async def probe(request: Any) -> JSONResponse:
         manager = http_server.get_global_state().tokenizer_manager
         told = await request.json()
         if told.get("reason"):
-            torn_weights.mark(manager, told["reason"])
+            sound_weights.mark(manager, told["reason"])
         elif "reason" in told:
-            torn_weights.heal(manager)
+            sound_weights.heal(manager)
         return JSONResponse(len(manager.rid_to_state))
 
     http_server.app.add_route("/torn_probe", probe, methods=["POST"])

@@ -14,14 +14,14 @@ from pair_models import weights
 from pairs import Pair, Placing
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.cli.plan.sglang_model import build_rank
+from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.live_signature import live_signature
+from sglang_reshard.selftest.digests import digests
 from support.live_memory import differing, fill_with_garbage
 from support.nixl_env import use_nixl
 from support.world import Requests, Trainer
-from tools.oracle.digests import digests
 
 UPDATES = (1, 2, 3)
 TIMEOUT_S = 60.0
@@ -106,12 +106,12 @@ def serve(
     model = build_rank(folder, tp_size=size, tp_rank=rank, ep_size=pair.ep, dtype=pair.engine_dtype)
     receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     fill_with_garbage(model)
-    signature = live_signature(model)
+    signature = LiveSignature(model).current()
     updated = []
     for request in requests:
         requests.answer(receiver.update(request))
         updated.append(digests(model))
-    same_addresses = live_signature(model) == signature
+    same_addresses = LiveSignature(model).current() == signature
     fill_with_garbage(model)
     loaded = []
     for version in UPDATES:

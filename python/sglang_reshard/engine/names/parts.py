@@ -1,7 +1,7 @@
-"""Parts of a model that trainers and checkpoints have at different places: the language model, its head, towers.
+"""Names that a trainer may mean: without the prefixes of wrappers, and with a part of the model at another place.
 
 Text trainers, transformers 5 and the checkpoints of multimodal models begin the names of one part with different
-prefixes. `loader_names` tries them.
+prefixes: of the language model, its head, towers. `search` finds which of the names the engine's loader reads.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sglang_reshard.engine.names.candidates import DRAFT, unwrapped
-
+# No checkpoint has the first anywhere in a name. It may have the second, but not at the beginning.
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
+_OUTERMOST = ("module",), ("base_model", "model")
+DRAFT = "draft."  # begins names that are for draft models alone
+_OF_ADAPTERS = {"modules_to_save", "original_module"}  # in names that PEFT gives
 _BODY = "model."
 # Of the same part; the first ones of the language model.
 _LANGUAGE = (_BODY, "model.language_model.", "language_model.model.", "thinker.model.")
@@ -25,6 +28,27 @@ _PLACES: tuple[tuple[str, ...], ...] = (
     ("multi_modal_projector.", "model.multi_modal_projector.", "model.projector.", "mlp_AR."),
 )
 _WHOLES = "", "model.", "thinker."  # in which a part with any other name is
+
+
+def unwrapped(name: str) -> list[str]:
+    """Returns what a name may be without its wrappers' prefixes, most of the name first; empty if it has none.
+
+    `module.` and `base_model.model.` are first taken off the beginning only, and then `module.` everywhere, as a
+    checkpoint may have a module of that name.
+    """
+    draft = DRAFT if name.startswith(DRAFT) else ""
+    outer = [part for part in name.removeprefix(draft).split(".") if part not in _WRAPPERS]
+    while found := next((w for w in _OUTERMOST if tuple(outer[: len(w)]) == w and len(outer) > len(w)), None):
+        outer = outer[len(found) :]
+    inner = [part for part in outer[:-1] if part != "module"] + outer[-1:]
+    candidates = dict.fromkeys(draft + ".".join(kept) for kept in (outer, inner) if kept)
+    return [other for other in candidates if other != name]
+
+
+def is_adapter(name: str) -> bool:
+    """Returns whether PEFT gives this name to a tensor that the model has because of an adapter."""
+    parts = name.split(".")
+    return any(part.startswith("lora_") for part in parts) or not _OF_ADAPTERS.isdisjoint(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +93,10 @@ class Part:
         """The places to try; none if all of its names are read as they are."""
         if self.prefix in self.whole:
             return []
-        return [place for place in (self.prefix, *_other_places(self.prefix)) if place not in self.read]
+        whole = _whole(self.prefix)
+        default = tuple(other + self.prefix.removeprefix(whole) for other in _WHOLES)
+        places = next((places for places in _PLACES if self.prefix in places), default)
+        return [place for place in dict.fromkeys((self.prefix, *places)) if place not in self.read]
 
     @property
     def best(self) -> str:
@@ -112,16 +139,13 @@ def rename_of(
 
     given, bare  the names with and without the prefixes of wrappers
     """
-    moved = [part for part in parts if at[part.prefix] != part.prefix]
-    return {_own_prefix(given[n], bare[n], part.prefix): at[part.prefix] for part in moved for n in part.of}
-
-
-def _own_prefix(given: str, bare: str, prefix: str) -> str:
-    """Returns the prefix together with the wrappers' before it."""
-    modules = given.split(".")
-    rests = (".".join(modules[n:]) for n in range(len(modules)))
-    rest = next((r for r in rests if r.startswith(prefix) and bare in (r, *unwrapped(r))), given)
-    return given.removesuffix(rest) + prefix
+    found = {}
+    for prefix, n in [(part.prefix, n) for part in parts if at[part.prefix] != part.prefix for n in part.of]:
+        modules = given[n].split(".")
+        rests = (".".join(modules[m:]) for m in range(len(modules)))
+        rest = next((r for r in rests if r.startswith(prefix) and bare[n] in (r, *unwrapped(r))), given[n])
+        found[given[n].removesuffix(rest) + prefix] = at[prefix]  # with the wrappers' before it
+    return found
 
 
 def _prefix(name: str, nested: bool) -> str:
@@ -136,11 +160,3 @@ def _prefix(name: str, nested: bool) -> str:
 
 def _whole(name: str) -> str:
     return max((whole for whole in _WHOLES if name.startswith(whole)), key=len)
-
-
-def _other_places(prefix: str) -> tuple[str, ...]:
-    places = next((places for places in _PLACES if prefix in places), None)
-    if places is None:
-        part = prefix.removeprefix(_whole(prefix))
-        places = tuple(whole + part for whole in _WHOLES)
-    return tuple(place for place in places if place != prefix)

@@ -9,18 +9,22 @@ those that are read. A name that the loader reads is not changed.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 
-from sglang_reshard.engine.names.candidates import is_adapter, unwrapped
-from sglang_reshard.engine.names.parts import Part, Tried, parts_of, placed, rename_of
+from sglang_reshard.engine.context import UpdateContext
+from sglang_reshard.engine.names.parts import Part, Tried, is_adapter, parts_of, placed, rename_of, unwrapped
 from sglang_reshard.engine.target_planning import LoaderNames
+from sglang_reshard.engine.targets import Target
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.names import held_back, matches_any
+from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.shown_names import some_names
-from sglang_reshard.trace.names_read import NamesRead
+from sglang_reshard.trace.loader import NamesRead
 
 _ROUNDS = 8  # in which names lose their wrappers; each runs the loader once
 _PLACES_TRIED = 32  # for all parts of a model together; each runs the loader once
@@ -34,6 +38,21 @@ class Reading(msgspec.Struct, frozen=True):
 
 
 Probe = Callable[[Sequence[str]], Sequence[Reading]]
+
+
+def search_names(context: UpdateContext, target: Target, layout: SourceLayout) -> LoaderNames:
+    """Returns the names of the update's tensors (`layout`) as loaders read them. Collective over engine ranks.
+
+    Raises, on all engine ranks, what `find_names` raises.
+    """
+    rounds = itertools.count()
+
+    def probe(names: Sequence[str]) -> list[Reading]:
+        specs = [replace(tensor.spec, name=name) for tensor, name in zip(layout.tensors, names, strict=True)]
+        return context.all_gather(f"names/{next(rounds)}", reading(target.names_read(specs), names))
+
+    request = context.request
+    return find_names(request.layout, [tensor.name for tensor in layout.tensors], request.ignore, probe)
 
 
 def find_names(layout: str, given: Sequence[str], ignore: Sequence[str], probe: Probe) -> LoaderNames:
@@ -55,13 +74,9 @@ def find_names(layout: str, given: Sequence[str], ignore: Sequence[str], probe: 
     if names == tuple(given):
         return LoaderNames(layout, hint=hint)
     digest = hashlib.sha256(msgspec.msgpack.encode(names)).hexdigest()
-    return LoaderNames(layout, tuple(given), names, hint, digest, _remark(given, names))
-
-
-def _remark(given: Sequence[str], names: Sequence[str]) -> str:
     pairs = zip(given, names, strict=True)
     changed = [f"{old} is read as {new}" for old, new in pairs if new not in (old, held_back(old))]
-    return some_names(changed) if changed else ""
+    return LoaderNames(layout, tuple(given), names, hint, digest, some_names(changed) if changed else "")
 
 
 def reading(found: NamesRead, names: Sequence[str]) -> Reading:

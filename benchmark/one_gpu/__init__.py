@@ -1,1 +1,0 @@
-"""A real SGLang engine on one GPU, which trainer ranks share with it."""
