@@ -43,10 +43,6 @@ class Links(msgspec.Struct, frozen=True):
         """Returns whether anything is sent."""
         return any(map(any, self.round_bytes))
 
-    @property
-    def trainer_ranks(self) -> int:
-        return len(self.round_bytes)
-
     def of_trainer_rank(self, trainer_rank: int) -> dict[int, int]:
         """Returns engine rank -> bytes of a round, for those that a trainer rank sends to."""
         return {e: nbytes for e, nbytes in enumerate(self.round_bytes[trainer_rank]) if nbytes}

@@ -77,7 +77,7 @@ class P2pTrainerEnd(TrainerEnd):
         ask.check(side.layout.trainer_ranks)
         self.links, self.requests = ask.links, get_send_requests(side, ask.links)
         self.device = _device(ask.backend if self.requests else "gloo", side.shards)
-        self._side, trainer_ranks = side, ask.links.trainer_ranks
+        self._side, trainer_ranks = side, side.layout.trainer_ranks
         self._sender = self._sender_of(self.requests.keys())
         self._to_some: tuple[frozenset[int], P2pSender] | None = None
         self.communicators = Communicators(
@@ -92,7 +92,7 @@ class P2pTrainerEnd(TrainerEnd):
     def connect(self, meeting: Meeting) -> None:
         side, session = self._side, meeting.session
         store = dist.PrefixStore(f"p2p/{side.transfer}", session.store(side.engine, side.timeout_s, meeting.scope))
-        peers = [self.links.trainer_ranks + e for e in self.links.of_trainer_rank(side.trainer_rank)]
+        peers = [side.layout.trainer_ranks + e for e in self.links.of_trainer_rank(side.trainer_rank)]
         self.communicators.connect(store, peers, session.local_address)
 
     def start(self, taken: bool) -> None:
@@ -108,7 +108,7 @@ class P2pTrainerEnd(TrainerEnd):
         return self._to_some[1]
 
     def _sender_of(self, engine_ranks: Collection[int]) -> P2pSender:
-        side, first_peer = self._side, self.links.trainer_ranks
+        side, first_peer = self._side, self._side.layout.trainer_ranks
         sizes = self.links.of_trainer_rank(side.trainer_rank)
         return P2pSender(
             side.layout,
