@@ -7,7 +7,7 @@
     request = stock_weights.told(manager, request)
 
 Engine ranks are told, who do not see what SGLang itself does: an update that leaves parameters as they are (`frozen=`,
-`only=`) is refused where nothing has brought them, see `engine.sound_weights`.
+`only=`) is refused where nothing has brought them, see `engine.unread`.
 """
 
 from __future__ import annotations
