@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_reshard.engine.context import UpdateContext
+from sglang_reshard.engine.targets import TargetPlan
 from sglang_reshard.engine.trainer_memory import TrainerMemory
 from sglang_reshard.engine.unread import check_unread, unread_remark
 from sglang_reshard.landings.base import Landing
@@ -18,9 +18,6 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepar
 from sglang_reshard.routes import choose_strategy, engine_end
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Kept, Meeting, Reads
 from sglang_reshard.routes.strategy import Strategy
-
-if TYPE_CHECKING:
-    from sglang_reshard.engine.target_planner import TargetPlan
 
 
 @dataclass(slots=True)
@@ -50,11 +47,6 @@ class Prepared:
         prepared = command is None or all(transfer == command.transfer for transfer in request.prepared)
         unchanged = _options(self.request) == _options(request)
         return self.target is target and unchanged and prepared and self.end.serves(request)
-
-    def is_checked(self, request: DistributedUpdateWeightsReq) -> bool:
-        """Returns True if `request` has the same protocol and names the same transport."""
-        known = self.request
-        return (known.protocol, known.transport) == (request.protocol, request.transport)
 
     @property
     def held_bytes(self) -> int:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import torch
 
 from sglang_reshard.engine.context import LastWrite, Phase, PrepareVote, UpdateContext, describe_error
 from sglang_reshard.engine.prepared import Transfers
-from sglang_reshard.engine.targets import Target
+from sglang_reshard.engine.targets import LoaderNames, Target, TargetPlan, trainers_of
 from sglang_reshard.engine.unread import check_kept, left_alone_remark, not_ignored
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.gpu.runtime import rank_device
@@ -19,76 +19,15 @@ from sglang_reshard.layout.names import renamed
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.memory.mapping import host_identity
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.plan import RankDemand, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand, unread_tensors
+from sglang_reshard.plan import RankDemand, RankLocation, TensorIndex, plan_reads, rank_demand
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import PUBLISHED_S, Session
 from sglang_reshard.protocol.update_channel import update_scope
 from sglang_reshard.protocol.validation import check_layout
-from sglang_reshard.trace.program import MayStay, Program
-from sglang_reshard.version import check_same_protocol
+from sglang_reshard.trace.program import MayStay
+from sglang_reshard.version import PROTOCOL, check_same_protocol
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderNames:
-    """The names of one source layout's tensors, in its order, see `engine.names`.
-
-    layout  content hash of the layout; empty as long as no other names were looked for
-    given   as the trainer has them
-    names   as the loader reads them; empty if those are the names that were given
-    hint    what to do about names that the loader does not read, for error messages
-    digest  of `names`; empty if there are none
-    remark  says which names were changed, for the trainer's report; empty if none was
-    """
-
-    layout: str = ""
-    given: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    hint: str = ""
-    digest: str = ""
-    remark: str = ""
-
-    def trainer_names(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Returns the trainer's names of the tensors that the loader reads as `names`."""
-        given = dict(zip(self.names, self.given, strict=True)) if self.names else {}
-        return tuple(given.get(name, name) for name in names)
-
-
-@dataclass(frozen=True, slots=True)
-class TargetPlan:
-    """An engine rank's program and read plan.
-
-    Valid for one source layout (by content hash), its names for the loader, one rule for kept parameters, one set of
-    live addresses, one set of trainer ranks' hosts and GPUs, and one set of trainer ranks whose memory cannot be
-    mapped.
-    """
-
-    layout: str
-    signature: int
-    may_stay: MayStay
-    names: LoaderNames
-    trainers: tuple[object, ...]
-    tensor_index: TensorIndex
-    program: Program
-    read_plan: ReadPlan
-    demand: RankDemand
-
-    def is_current(self, request: DistributedUpdateWeightsReq, signature: int, names: LoaderNames) -> bool:
-        return self.is_traced(request, signature, names) and self.trainers == trainers_of(request)
-
-    def is_traced(self, request: DistributedUpdateWeightsReq, signature: int, names: LoaderNames) -> bool:
-        known = self.layout, self.signature, self.may_stay, self.names.digest
-        return known == (request.layout, signature, MayStay(request.frozen, request.only), names.digest)
-
-    @property
-    def remark(self) -> str:
-        """Names the parameters that the program does not write, for the trainer's report; empty if there are none."""
-        return left_alone_remark(self.program) if self.program.left_alone else ""
-
-    def unread(self, demands: Sequence[RankDemand]) -> tuple[str, ...]:
-        """Returns the names, as the trainer has them, of tensors that no engine rank reads."""
-        return self.names.trainer_names(unread_tensors(self.tensor_index, demands))
 
 
 _GIVEN = LoaderNames()
@@ -163,8 +102,8 @@ class TargetPlanner:
 
     def _plan(self, context: UpdateContext) -> tuple[bool, bool]:
         """Returns whether the last transfer can be used again, and whether it takes the offers of the trainer ranks."""
-        request, transfer = context.request, self._transfers.last
-        if transfer is None or not transfer.is_checked(request):
+        request = context.request
+        if request.protocol != PROTOCOL:
             check_same_protocol(request.protocol, request.package_version, theirs="the trainer", ours="the engine")
         signature, self.placed = self._target.signature(), self._target.placement()
         names, target = self._names_of(request), self._planned
@@ -233,7 +172,3 @@ def get_layout(request: DistributedUpdateWeightsReq, session: Session) -> Source
     layout = session.get(request.layout, SourceLayout, "the source layout", wait_s, scope=scope)
     check_layout(layout, len(request.trainer_hosts))
     return layout
-
-
-def trainers_of(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:
-    return request.trainer_hosts, request.trainer_devices

@@ -46,8 +46,13 @@ class TrainerMemory:
         """Maps what is read of trainer ranks' memory, by trainer rank, and unmaps that of others."""
         # Old mappings first: new memory may have the address of freed memory, and even its handle.
         digests = context.request.handles
-        current = {t for t in reads if self._is_mapped(t, digests[t], reads[t])}
-        self._close([t for t in self._mapped if t not in current])
+        self._close(
+            [
+                t
+                for t, (digest, memory) in self._mapped.items()
+                if t not in reads or digest != digests[t] or not memory.covers(reads[t])
+            ]
+        )
         for trainer_rank, of_rank in reads.items():
             if trainer_rank not in self._mapped:
                 handles = self._fetch(trainer_rank, context, layout)
@@ -64,11 +69,6 @@ class TrainerMemory:
         """Unmaps all, and forgets what could be mapped: the next update tries it again."""
         self.unmap()
         self._fetched, self._tried, self.tried_handles = {}, {}, ()
-
-    def _is_mapped(self, trainer_rank: int, digest: str, reads: Sequence[ShardRead]) -> bool:
-        """Returns whether what is read of the memory with these handles is mapped already."""
-        known = self._mapped.get(trainer_rank)
-        return known is not None and known[0] == digest and known[1].covers(reads)
 
     def _close(self, trainer_ranks: Collection[int]) -> None:
         unmap([self._mapped.pop(trainer_rank)[1] for trainer_rank in trainer_ranks])

@@ -37,8 +37,8 @@ from sglang_reshard.engine.context import (
     describe_error,
 )
 from sglang_reshard.engine.prepared import Prepared, Transfers
-from sglang_reshard.engine.target_planner import TargetPlan, TargetPlanner, names_are_open
-from sglang_reshard.engine.targets import Target
+from sglang_reshard.engine.target_planner import TargetPlanner, names_are_open
+from sglang_reshard.engine.targets import Target, TargetPlan
 from sglang_reshard.errors import ConnectionLost, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.runtime import runtime
@@ -71,12 +71,9 @@ class UpdateExecutor:
         self.last = LastWrite()
         self._planner = TargetPlanner(target, device, self.transfers, self.last)
 
+    @garbage_collector_paused()  # tracing and planning make objects for every tensor
     def prepare(self, context: UpdateContext, refusal: str) -> None:
         """Does all that can be done before a byte is written. `refusal` fails the update on all ranks."""
-        with garbage_collector_paused():  # tracing and planning make objects for every tensor
-            self._prepare(context, refusal)
-
-    def _prepare(self, context: UpdateContext, refusal: str) -> None:
         vote = PrepareVote(error=refusal) if refusal else self._planner.vote(context)
         # Where something is offered, the votes tell whether it is taken, and so which vote is the last one.
         last = vote.reusable and not context.request.staged and not context.request.offers

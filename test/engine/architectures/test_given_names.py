@@ -13,7 +13,7 @@ import torch
 from examination import built, specs_of
 from rank_jobs import run_jobs
 from sglang_reshard.engine.names.search import Reading, find_names, reading
-from sglang_reshard.engine.target_planner import LoaderNames
+from sglang_reshard.engine.targets import LoaderNames
 from sglang_reshard.trace.names_read import names_read
 from sglang_reshard.trace.program import MayStay
 from sglang_reshard.trace.tracer import trace

@@ -18,7 +18,7 @@ from architecture_cases import RESULTS
 from architectures import Architecture, generation
 from examination import built, said, specs_of
 from rank_jobs import run_jobs
-from sglang_reshard.engine.target_planner import LoaderNames
+from sglang_reshard.engine.targets import LoaderNames
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.trace.names_read import names_read
 from sglang_reshard.trace.stock_load import EngineStart

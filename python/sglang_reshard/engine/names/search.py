@@ -16,7 +16,7 @@ import numpy as np
 
 from sglang_reshard.engine.names.candidates import is_adapter, unwrapped
 from sglang_reshard.engine.names.parts import Part, Tried, parts_of, placed, rename_of
-from sglang_reshard.engine.target_planner import LoaderNames
+from sglang_reshard.engine.targets import LoaderNames
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.names import held_back, matches_any
 from sglang_reshard.shown_names import some_names

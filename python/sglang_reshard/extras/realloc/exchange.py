@@ -14,8 +14,7 @@ from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.decoders import unpack_blob
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.layout.union import union
-from sglang_reshard.trainer.collectives import broadcast_message, translated_errors
-from sglang_reshard.trainer.gathering import gather
+from sglang_reshard.trainer.collectives import broadcast_message, gather, translated_errors
 
 
 def raise_together(problem: ReshardError | None, group: dist.ProcessGroup) -> None:

@@ -25,8 +25,7 @@ from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.decoders import unpack_blob
 from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES
 from sglang_reshard.routes.p2p.messages import SendRequest, round_bytes
-from sglang_reshard.trainer.collectives import require_cpu_backend, translated_errors
-from sglang_reshard.trainer.gathering import gather, gathering
+from sglang_reshard.trainer.collectives import gather, gathering, require_cpu_backend, translated_errors
 
 
 def reshard(

@@ -34,7 +34,7 @@ from sglang_reshard.nearest import check_one_of
 from sglang_reshard.protocol.publication import next_publication
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import NamedTensors, TrainerState, describe
-from sglang_reshard.trainer.gathering import Gathering
+from sglang_reshard.trainer.collectives import Gathering
 from sglang_reshard.trainer.stages import Stages
 
 
