@@ -62,7 +62,7 @@ STEPS: tuple[tuple[str, str, str, str, str], ...] = (
     ("engine", "join", "sglang_reshard.engine.receiver", "WeightReceiver", "_begin"),
     ("engine", "look", "sglang_reshard.engine.target_planner", "TargetPlanner", "_plan"),
     ("engine", "votes", "sglang_reshard.engine.context", "UpdateContext", "all_gather"),
-    ("engine", "trace", "sglang_reshard.engine", "target_planner", "plan_target"),
+    ("engine", "trace", "sglang_reshard.engine.target_planner", "TargetPlanner", "_plan_target"),
     ("engine", "plan", "sglang_reshard.engine.prepared", "Transfers", "plan"),
     ("engine", "connect", "sglang_reshard.engine.prepared", "Transfers", "connect"),
     ("engine", "move", "sglang_reshard.engine.update", "UpdateExecutor", "_move"),

@@ -12,7 +12,7 @@ from disk heals if it fills every parameter, see `disk_loads`; SGLang's other up
 do not. *Missing* ones are the dummy weights of the start, or released ones.
 
 Engine ranks are told, who do not see what SGLang itself does: an update that leaves parameters as they are (`frozen=`,
-`only=`) is refused where nothing has brought them, see `engine.sound_weights`.
+`only=`) is refused where nothing has brought them, see `engine.unread`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from sglang_reshard.control import ControlClient
 from sglang_reshard.engine.context import PrepareVote, WrittenVote
-from sglang_reshard.landings.checked.messages import LANDING, ChecksAsk, Checksums, summed
+from sglang_reshard.landings.checked.messages import ChecksAsk, Checksums, summed
 from sglang_reshard.landings.checked.regions import Selection, num_groups
 from sglang_reshard.landings.checked.source import PartialChecksums
 from sglang_reshard.observability.report import RankReport, UpdateReport
@@ -123,7 +123,7 @@ def engine_rank(update: int, engine: int, rank: int, ranks: int, verify: bool) -
 
 
 def _request(engine_ranks: int) -> Question:
-    return Question(LANDING, encode(ChecksAsk((_DIGEST,) * engine_ranks, Selection.full())))
+    return Question(encode(ChecksAsk((_DIGEST,) * engine_ranks, Selection.full())))
 
 
 def _parts(engine_ranks: int, ranks: int) -> list[bytes]:

@@ -18,6 +18,7 @@ from sglang_reshard.errors import ReshardError
 from sglang_reshard.memory.mapping import MemoryExporter, host_identity
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, decode, encode
 from sglang_reshard.protocol.session import Session, handles_key
+from sglang_reshard.protocol.update_channel import update_scope
 from sglang_reshard.sources import describe
 from sglang_reshard.version import PROTOCOL, __version__
 from support.toy import ToyRank, checkpoint
@@ -106,7 +107,7 @@ def trainer_in(stage, request):
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ReshardError):
             stack.enter_context(stage.session.trainer_channel(request.update, "trainer rank 0"))
-            stage.session.wait_in_update(request.update, (), timeout_s=10)  # entering does not wait for the server
+            stage.session.client.wait((), 10, update_scope(request.update))  # entering does not wait for the server
         yield
 
 
@@ -116,7 +117,7 @@ def test_an_engine_refuses_and_keeps_its_weights_or_takes_the_new_ones(stage, ra
     if request is None:
         return
     stage.reset()
-    stage.receiver._executor.torn = ""
+    stage.receiver._executor.last.torn = ""
     with trainer_in(stage, request):
         output = stage.receiver.update(request)
     assert isinstance(output, DistributedUpdateWeightsOutput)

@@ -29,8 +29,8 @@ from sglang_reshard.routes.nixl.reader import NixlReader
 from sglang_reshard.routes.p2p.trainer import P2pSender
 from sglang_reshard.routes.wire.communicator import Communicators
 from sglang_reshard.trace.program import Program
-from sglang_reshard.trainer.engine_transfers import EngineTransfers
 from sglang_reshard.trainer.publisher import ShardPublisher
+from sglang_reshard.trainer.worker import EngineTransfers
 
 Act = Literal["wait", "go", "raise", "flip"]
 

@@ -7,7 +7,7 @@ import pytest
 
 from sglang_reshard import tasks
 from sglang_reshard.errors import DeadlineExceeded, Mismatch, ReshardError
-from sglang_reshard.trainer.gathering import Gathering
+from sglang_reshard.trainer.collectives import Gathering
 
 RANKS = 3
 

@@ -11,8 +11,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.names.parts import unwrapped
 from sglang_reshard.engine.names.search import Reading, find_names, reading
 from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.target_planning import LoaderNames
-from sglang_reshard.engine.targets import TracedModel
+from sglang_reshard.engine.targets import LoaderNames, TracedModel
 from sglang_reshard.errors import EngineRefused, Mismatch
 from sglang_reshard.layout.names import Renaming, is_held_back
 from sglang_reshard.trace.loader import NamesRead

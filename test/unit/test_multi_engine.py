@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from sglang_reshard.errors import EngineRefused, Mismatch, Unsupported
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from sglang_reshard.gpu.runtime import CudaRuntime
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, EngineCommand, Start
-from sglang_reshard.trainer.worker import _EngineCommands
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, EngineCommand, Start, UpdateResults
+from sglang_reshard.trainer.worker import TrainerWorker
 from support.gpu_runtime import replaced_runtime
 from support.several_engines import several_engines_sender
 from support.toy import DRIFTING, ToyRank, checkpoint
@@ -201,11 +201,12 @@ def test_each_engines_thread_uses_the_callers_gpu() -> None:
             return SimpleNamespace(execute=execute, abort=None)
 
         scope: Any = SimpleNamespace(on_abort=lambda _: None, leave=lambda: None)
-        channel: Any = SimpleNamespace(engine=lambda _: scope)
+        messages = [*(EngineCommand(engine, Start("t")) for engine in (0, 1)), UpdateResults({})]
+        channel: Any = SimpleNamespace(engine=lambda _: scope, messages=lambda _: messages, update=1)
+        anything: Any = None
+        worker = TrainerWorker(anything, 0, 1, 1.0, {})
+        worker.set_engines((0, 1))
+        worker._of = transfers  # type: ignore[method-assign]
         published: Any = object()
-        commands = _EngineCommands(transfers, channel, published, lambda: (), 0)
-        with commands:
-            for engine in (0, 1):
-                commands.execute(EngineCommand(engine, Start("t")), alone=False)
+        worker.run(channel, published, lambda: ())
     assert seen == {0: torch.device("cuda:3"), 1: torch.device("cuda:3")}
-    assert commands.called == (0, 1)

@@ -9,8 +9,8 @@ import pytest
 
 from sglang_reshard.patches import model_runner
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.trainer.engine_transfers import EngineTransfers, _Prepared
 from sglang_reshard.trainer.publisher import ShardPublisher
+from sglang_reshard.trainer.worker import EngineTransfers, _Prepared
 
 
 class Receiver:

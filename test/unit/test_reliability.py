@@ -32,7 +32,7 @@ def test_a_rank_that_is_lost_in_a_vote_counts_as_torn_unless_it_learns_that_nobo
     monkeypatch: pytest.MonkeyPatch, others: str, torn: bool
 ) -> None:
     monkeypatch.setattr(update_channel, "_DOUBT_S", 1.0)
-    executor: Any = SimpleNamespace(torn="")
+    executor: Any = SimpleNamespace(last=SimpleNamespace(torn=""))
     with contextlib.closing(ControlServer.open("127.0.0.1")) as server:
         trainer, session = Session.join(server.address, 10), Session.join(server.address, 10)
         with trainer.trainer_channel(1, "trainer rank 0"), contextlib.suppress(ConnectionLost):
@@ -49,7 +49,7 @@ def test_a_rank_that_is_lost_in_a_vote_counts_as_torn_unless_it_learns_that_nobo
                     UpdateExecutor._vote_before_writing(executor, context, Phase.CONNECT, Vote(), may_write=True)
         trainer.client.close()
         session.client.close()
-    assert bool(executor.torn) is torn
+    assert bool(executor.last.torn) is torn
 
 
 def test_a_staged_update_for_which_there_is_no_room_is_refused_with_its_size() -> None:

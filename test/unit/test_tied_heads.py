@@ -8,6 +8,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.sources import describe
+from sglang_reshard.trainer import publisher
 from sglang_reshard.trainer.tied_heads import TiedHeads, judged
 from support.toy import checkpoint
 from support.toy_serving import serve
@@ -98,7 +99,7 @@ def test_what_cannot_be_compared_is_refused_as_that(kind, why):
 def verdict(embedding, head, rank=0):
     """What trainer rank 0 of 1 says of a head."""
     state = describe({"model.embed_tokens.weight": embedding, HEAD: head}, trainer_rank=0, global_ranks=(0,))
-    heads = TiedHeads.of(state, rank)
+    heads = TiedHeads.of(state, rank, list(publisher.heads(state.layout)))
     return heads.compare(dict(enumerate(state.inputs)))
 
 
@@ -129,7 +130,7 @@ def test_only_tensors_outside_of_layers_with_an_embedding_s_shape_are_compared()
     }
     given["decoder.embed_tokens.weight"] = given["shared.weight"]  # one memory
     state = describe(given, trainer_rank=0, global_ranks=(0,))
-    heads = TiedHeads.of(state, 0)
+    heads = TiedHeads.of(state, 0, list(publisher.heads(state.layout)))
     assert [(pair.name, pair.of) for pair in heads.pairs] == [
         ("encoder.embed_tokens.weight", "shared.weight"),
         ("lm_head.weight", "shared.weight"),

@@ -60,20 +60,20 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Trace:
     return Trace(monkeypatch)
 
 
-def asked(*handles: str) -> Any:
-    return SimpleNamespace(handles=handles, timeout_s=1.0)
+def asked(seen: Trace, *handles: str) -> Any:
+    return SimpleNamespace(request=SimpleNamespace(handles=handles, timeout_s=1.0), session=seen)
 
 
 def test_old_memory_is_unmapped_before_a_new_handle_is_tried(seen):
     """Its address, and even its handle, may be those of the new memory."""
     memory = TrainerMemory(CPU)
-    memory.unreadable([0, 1], asked("a0", "b0"), seen, None)
-    memory.map(READS, asked("a0", "b0"), seen, None)
+    memory.unreadable([0, 1], asked(seen, "a0", "b0"), None)
+    memory.map(READS, asked(seen, "a0", "b0"), None)
     seen.since()
-    memory.unreadable([0, 1], asked("a0", "b1"), seen, None)
-    memory.map(READS, asked("a0", "b1"), seen, None)
+    memory.unreadable([0, 1], asked(seen, "a0", "b1"), None)
+    memory.map(READS, asked(seen, "a0", "b1"), None)
     assert seen.since() == ["close b0", "fetch b1", "try b1", "map y of b1"]
-    memory.unreadable([0, 1], asked("a1", "b2"), seen, None)
+    memory.unreadable([0, 1], asked(seen, "a1", "b2"), None)
     assert seen.since()[0] == "close a0 b1", "together"
 
 

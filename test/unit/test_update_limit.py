@@ -22,7 +22,7 @@ from sglang_reshard.engine.trainer_presence import TrainerPresence
 from sglang_reshard.errors import DeadlineExceeded, EngineRefused, Mismatch, ReshardError
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.validation import MAX_UPDATE, check_request
-from sglang_reshard.trainer.engine_transfers import EngineTransfers
+from sglang_reshard.trainer.worker import EngineTransfers
 from sglang_reshard.version import PROTOCOL, __version__
 from support.toy import ToyRank, checkpoint
 from support.toy_serving import receiver_of

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from sglang_reshard.api.in_background import InBackground
-from sglang_reshard.api.probed import Update, probed
+from sglang_reshard.api.around_updates import InBackground, Update, probed
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, ReshardError, TornWeights, Unsupported
 from sglang_reshard.nearest import check_one_of
@@ -26,9 +25,10 @@ from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.relay.engine_relay import EngineRelay
-from sglang_reshard.sources import NamedTensors, TrainerState
+from sglang_reshard.sources import NamedTensors
 from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
+from sglang_reshard.trainer.publisher import Weights
 from sglang_reshard.trainer.update_sender import UpdateSender
 
 if TYPE_CHECKING:
@@ -152,15 +152,14 @@ class MultiEngineSender(InBackground):
         """
         chosen = self._checked(on_failure, UpdateOptions.of(options, given, named_tensors))
         of_copy = dataclasses.replace(chosen, unmap_after=False)
-        assert self._sender is not None, "there are engines"
         weights, update = self._probed(probe, named_tensors, of_copy, on_failure)
         return self.background.start(
-            self._sender, update, weights, chosen, latest_only=latest_only, shadow_device=shadow_device
+            self.participant, update, weights, chosen, latest_only=latest_only, shadow_device=shadow_device
         )
 
     def wait_for_background(self) -> None:
         """Returns once no update runs in the background. The handle raises the error of a failed update."""
-        if self._has_background:
+        if "background" in vars(self):
             self.background.wait()
 
     @property
@@ -193,28 +192,26 @@ class MultiEngineSender(InBackground):
         def update(weights: Any) -> dict[str, UpdateReport]:
             return self._update_engines(weights, options, on_failure)
 
-        if probe is None:
-            return weights, update
-        assert self._sender is not None, "there are engines"
-        engines = {name: self._given[name] for name in self._engines}
-        return probed(probe, self._sender, engines, weights, update)
+        return probed(probe, self.participant, {name: self._given[name] for name in self._engines}, weights, update)
 
     def _update_engines(
         self,
-        weights: NamedTensors | torch.nn.Module | TrainerState,
+        weights: Weights,
         options: UpdateOptions,
         on_failure: Literal["raise", "exclude"],
     ) -> dict[str, UpdateReport]:
-        assert self._sender is not None, "there are engines"
         if self._relays is not None and self._rank == 0:
             self._relays.begin(self.engines)
-        found = self._sender.update_engines(weights, options)
+        found = self.participant.update_engines(weights, options)
         outcomes = {name: found[number] for name, (number, _) in self._engines.items()}
         failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, ReshardError)}
         reports = {name: report for name, report in outcomes.items() if isinstance(report, UpdateReport)}
         if on_failure == "exclude" and reports:
             reasons = {name: f"{type(error).__name__}: {error}" for name, error in failed.items()}
-            self._exclude(reasons)
+            for name, why in reasons.items():
+                logger.warning("engine %s was not updated and is excluded from further updates: %s", name, why)
+            self._excluded |= reasons
+            self._use({name: engine for name, engine in self._engines.items() if name not in reasons})
             left_out = {name: UpdateReport.failed(why, options.weight_version) for name, why in reasons.items()}
             return reports | left_out
         if failed and len(outcomes) == 1:
@@ -223,33 +220,24 @@ class MultiEngineSender(InBackground):
             raise _joint_error(failed, len(outcomes)) from next(iter(failed.values()))
         return reports
 
-    def _exclude(self, reasons: Mapping[str, str]) -> None:
-        for name, why in reasons.items():
-            logger.warning("engine %s was not updated and is excluded from further updates: %s", name, why)
-        self._excluded |= reasons
-        self._use({name: engine for name, engine in self._engines.items() if name not in reasons})
-
     def release(self) -> None:
         """Drops views of the shards, and the copy of `update_async`, see `WeightSender.release`."""
-        if self._has_background:
-            self.background.release()
+        self._release_background()
         if self._sender is not None:
             self._sender.release()
 
     def close(self) -> None:
         """Ends the session. Collective."""
-        if self._has_background:
-            self.background.release()
+        self._release_background()
         if self._sender is not None:
             self._sender.close()
         if self._relays is not None and self._rank == 0:
             self._relays.close()
 
 
-def _joint_error(failed: Mapping[str, ReshardError], engines: int) -> Exception:
+def _joint_error(failed: Mapping[str, ReshardError], engines: int) -> ReshardError:
     """Returns one error for several: the type of the worst, and the messages of all."""
     errors = list(failed.values())
     worst = next((e for e in errors if isinstance(e, TornWeights)), errors[0])
     messages = "; ".join(f"{name}: {error}" for name, error in failed.items())
-    kind = type(worst) if isinstance(worst, ReshardError) else ReshardError
-    return kind(f"{len(failed)} of {engines} engines were not updated: {messages}")
+    return type(worst)(f"{len(failed)} of {engines} engines were not updated: {messages}")

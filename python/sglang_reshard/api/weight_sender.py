@@ -4,7 +4,7 @@
     report = sender.update(model.named_parameters(), weight_version="42")
 
 A trainer rank publishes handles of its shards' memory, which engine ranks on the same host map and read. It sends to
-the others, see `trainer.engine_transfers`. Its weights must not change until `update` returns.
+the others, see `trainer.worker`. Its weights must not change until `update` returns.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.api.in_background import InBackground
-from sglang_reshard.api.probed import Update, probed
+from sglang_reshard.api.around_updates import InBackground, Update, probed
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
@@ -181,8 +180,7 @@ class WeightSender(InBackground, UpdateSender):
 
     def release(self) -> None:
         """Drops views of the shards, see `UpdateSender.release`, and the copy of `update_async`, once it has ended."""
-        if self._has_background:
-            self.background.release()
+        self._release_background()
         super().release()
 
     @property
@@ -192,17 +190,12 @@ class WeightSender(InBackground, UpdateSender):
 
     def _probed(self, probe: Probe | None, weights: Any, options: UpdateOptions) -> tuple[Any, Update]:
         def update(weights: Any) -> dict[str, UpdateReport]:
-            return {_NAME: self._update_engine(weights, options)}
+            outcome = self.update_engines(weights, options)[_ENGINE]
+            if isinstance(outcome, ReshardError):
+                raise outcome
+            return {_NAME: outcome}
 
-        return (weights, update) if probe is None else probed(probe, self, {_NAME: self._send}, weights, update)
-
-    def _update_engine(
-        self, weights: NamedTensors | torch.nn.Module | TrainerState, options: UpdateOptions
-    ) -> UpdateReport:
-        outcome = self.update_engines(weights, options)[_ENGINE]
-        if isinstance(outcome, ReshardError):
-            raise outcome
-        return outcome
+        return probed(probe, self, {_NAME: self._send}, weights, update)
 
     def lora_adapter(self, name: str, config: str, base: NamedTensors | torch.nn.Module | None = None) -> WeightSender:
         """Opens a session for a LoRA adapter that the same engine serves. Collective.
@@ -245,8 +238,7 @@ class WeightSender(InBackground, UpdateSender):
 
     def close(self) -> None:
         """Ends the session, and those of its LoRA adapters. Collective. Engine ranks unmap the shards' memory."""
-        if self._has_background:
-            self.background.release()
+        self._release_background()
         for adapter in self._adapters.values():
             adapter.close()
         super().close()

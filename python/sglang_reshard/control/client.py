@@ -76,7 +76,7 @@ class ControlClient:
         self._kept_alive: list[object] = []
         self._socket, self._writer, self._reader = connect(address, timeout_s if connect_s is None else connect_s)
         self._socket.settimeout(self._timeout_s)
-        self._local_address = str(self._socket.getsockname()[0])
+        self.local_address = str(self._socket.getsockname()[0])  # one of this host, on the way to the server's
         self._thread = threading.Thread(target=self._receive, name="sglang-reshard control client", daemon=True)
         self._thread.start()
 
@@ -85,11 +85,6 @@ class ControlClient:
     def set(self, items: Mapping[str, bytes], *, wait: bool = True) -> None:
         """Sets keys. Unless it is to `wait`, values that are refused end the connection, and nothing is raised."""
         self._call("set", dict(items), wait=wait)
-
-    @property
-    def local_address(self) -> str:
-        """This end's address of the connection: one of this host, on the way to the server's."""
-        return self._local_address
 
     def get(
         self, keys: Sequence[str], timeout_s: float, scope: str = "", explain: Explain | None = None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -152,23 +152,29 @@ class UpdateContext:
             raise PhaseFailed(phase, failure_message(phase.value, failed, votes[failed[0]].error))
         return votes
 
-    def abort_because(self, error: Exception) -> str:
-        """Aborts the update on all ranks, which may be waiting for this one. Returns a description of `error`."""
-        description = describe_error(error)
-        self.channel.abort_because(error, failure_message(self.phase.value, [self.rank], description))
-        return description
+    def attempt(self, step: Callable[..., object], *arguments: Any) -> str:
+        """Executes a step. Returns why it has failed, after which all ranks, which may wait for this one, abort."""
+        try:
+            step(*arguments)
+        except Exception as error:
+            description = describe_error(error)
+            self.channel.abort_because(error, failure_message(self.phase.value, [self.rank], description))
+            return description
+        return ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LastWrite:
     """The last update that wrote this engine rank's weights; by default none.
 
     stock_changes  as of its request
     kept           names of the parameters, and of parts, that it left as they were
+    torn           why the weights are partly written; empty if they are sound
     """
 
     stock_changes: int = 0
     kept: tuple[str, ...] = ()
+    torn: str = ""
 
 
 def failure_message(phase: str, failed: Sequence[int], error: str) -> str:
@@ -186,7 +192,7 @@ def failed_phase(error: BaseException, current: Phase) -> str:
         return error.phase.value
     if not isinstance(error, Aborted):
         return current.value
-    phase = str(error).partition(",")[0]  # the control server passes on why as text, see `UpdateContext.abort_because`
+    phase = str(error).partition(",")[0]  # the control server passes on why as text, see `UpdateContext.attempt`
     return phase if phase in list(Phase) else "aborted"
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from sglang_reshard.engine.target_planning import TargetPlan
+from sglang_reshard.engine.context import UpdateContext
+from sglang_reshard.engine.targets import TargetPlan
 from sglang_reshard.engine.trainer_memory import TrainerMemory
 from sglang_reshard.engine.unread import check_unread, unread_remark
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.choice import Landings
 from sglang_reshard.plan import ClusterTopology, RankDemand
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepare, encode
-from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes import choose_strategy, engine_end
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Kept, Meeting, Reads
 from sglang_reshard.routes.strategy import Strategy
@@ -48,11 +47,6 @@ class Prepared:
         prepared = command is None or all(transfer == command.transfer for transfer in request.prepared)
         unchanged = _options(self.request) == _options(request)
         return self.target is target and unchanged and prepared and self.end.serves(request)
-
-    def is_checked(self, request: DistributedUpdateWeightsReq) -> bool:
-        """Returns True if `request` has the same protocol and names the same transport."""
-        known = self.request
-        return (known.protocol, known.transport) == (request.protocol, request.transport)
 
     @property
     def held_bytes(self) -> int:
@@ -108,15 +102,13 @@ class Transfers:
         if last is not None:
             last.end.abort()
 
-    def plan(
-        self, request: DistributedUpdateWeightsReq, demands: Sequence[RankDemand], session: Session, target: TargetPlan
-    ) -> Prepared:
+    def plan(self, context: UpdateContext, demands: Sequence[RankDemand], target: TargetPlan) -> Prepared:
         """Chooses the route, maps the memory that this rank reads, and makes the route's end.
 
         Raises Mismatch for names that no engine rank reads, and Unsupported for an infeasible transport or
         insufficient memory.
         """
-        remark = target.names.remark
+        request, session, remark = context.request, context.session, target.names.remark
         if unread := target.unread(demands):
             check_unread(unread, request.ignore, request.apart)
             remark = "; ".join(filter(None, (unread_remark(unread), remark)))
@@ -124,7 +116,7 @@ class Transfers:
         index = target.tensor_index
         strategy = choose_strategy(request.transport, index, demands, topology, request.bucket_bytes)
         mapped = strategy.mapped_by(self._rank, target.read_plan, index)
-        memory = self.trainer_memory.map(mapped, request, session, index.layout)
+        memory = self.trainer_memory.map(mapped, context, index.layout)
         ranks_on_host = sum(demand.host == demands[self._rank].host for demand in demands)
         checked = request.verify != "off" and not strategy.compares
         landing = self._landings.make(
@@ -149,13 +141,11 @@ class Transfers:
         self.last = Prepared(target, request, strategy, end, command, landing, remark, ())
         return self.last
 
-    def connect(self, session: Session, scope: str, gather: Callable[[str, Any], list[Any]]) -> None:
-        """Connects what was planned. Collective over engine ranks and the trainer ranks that prepare.
-
-        scope, gather  see `Meeting`
-        """
+    def connect(self, context: UpdateContext) -> None:
+        """Connects what was planned. Collective over engine ranks and the trainer ranks that prepare."""
         assert self.last is not None
-        self.last.end.connect(Meeting(session, scope, self.last.request.update, gather, self.last.kept))
+        scope, update = context.channel.scope, context.request.update
+        self.last.end.connect(Meeting(context.session, scope, update, context.all_gather, self.last.kept))
 
 
 def _options(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -31,15 +31,9 @@ from sglang_reshard.trace.program import Program
 logger = get_logger(__name__)
 _IDLE_S = 1.0  # for what is left of an update that has ended
 _END_S = 1.0  # for an update that was aborted to end, as long as its control server answers
-_SUCCESS = DistributedUpdateWeightsOutput(success=True, message="")
-
-
-class _UpdateFailed(Exception):
-    """Carries the output that reports a failure, once the rank has cleaned up."""
-
-    def __init__(self, output: DistributedUpdateWeightsOutput) -> None:
-        super().__init__(output.message)
-        self.output = output
+Output = DistributedUpdateWeightsOutput
+Step = Callable[[UpdateContext], Output | None]
+_SUCCESS = Output(success=True, message="")
 
 
 class WeightReceiver:
@@ -56,71 +50,66 @@ class WeightReceiver:
         self._engine = 0  # this one's number in the session
         self._lock = threading.Lock()  # held during an update, and while a session that has ended is dropped
         self._context: UpdateContext | None = None  # of the update under way
-        self._staging: Future[DistributedUpdateWeightsOutput] | None = None  # of the last `stage`
+        self._staging: Future[Output] | None = None  # of the last `stage`
 
     @property
     def torn(self) -> str:
         """Why the weights are partly written; empty if they are sound."""
-        return self._executor.torn
+        return self._executor.last.torn
 
-    def update(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> DistributedUpdateWeightsOutput:
+    def update(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> Output:
         """Updates the live parameters to the trainer's weights. Collective over all engine ranks.
 
         refusal  why this rank must not be updated now, by the caller's knowledge; fails the update on all ranks
         """
-        try:
-            with self._running(request):
-                context = self._begin(request)
-                self._executor.prepare(context, refusal)
-                if request.staged:
-                    self._executor.receive_staged(context)
-                    self._executor.prepare_commit(context, "")
-                output = self._executor.write(context)
-                self._leave()
-                return output
-        except _UpdateFailed as failed:
-            return failed.output
+
+        def write(context: UpdateContext) -> Output:
+            self._executor.prepare(context, refusal)
+            if request.staged:
+                self._executor.receive_staged(context)
+                self._executor.prepare_commit(context, "")
+            return self._written(context)
+
+        return self._run(request, write)
 
     # A staged update in parts, between which the engine continues to generate from the old weights.
 
-    def stage(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> DistributedUpdateWeightsOutput:
+    def stage(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> Output:
         """Prepares, and starts a thread that receives apart from the live weights. Collective over all engine ranks."""
         self._staging = None  # that of an aborted update may still be running
-        try:
-            with self._running(request):
-                self._executor.prepare(self._begin(request), refusal)
-        except _UpdateFailed as failed:
-            return failed.output
-        if self._size > 1:
-            warn_of_concurrent_use("the engine generates")
-        self._staging = tasks.start("stage", functools.partial(self._receive, request))
-        return _SUCCESS
+        prepared = self._run(request, lambda context: self._executor.prepare(context, refusal))
+        if prepared.success:
+            if self._size > 1:
+                warn_of_concurrent_use("the engine generates")
+            self._staging = tasks.start("stage", functools.partial(self._receive, request))
+        return prepared
 
-    def staged(self) -> DistributedUpdateWeightsOutput | None:
+    def staged(self) -> Output | None:
         """Returns the outcome of `stage`; None while it is receiving."""
         return self._staging.result() if self._staging is not None and self._staging.done() else None
 
-    def commit(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> DistributedUpdateWeightsOutput:
+    def commit(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> Output:
         """Makes live what was staged, once `staged` reports success on the first rank. Collective."""
         if self._staging is not None:
             wait([self._staging], request.timeout_s)
-        try:
-            with self._running(request):
-                context = self._staged_context(request)
-                self._executor.prepare_commit(context, refusal)
-                output = self._executor.write(context)
-                self._leave()
-                return output
-        except _UpdateFailed as failed:
-            return failed.output
 
-    def _receive(self, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
-        try:
-            with self._running(request), runtime().own_stream(self._device):
-                self._executor.receive_staged(self._staged_context(request))
-                return _SUCCESS
-        except _UpdateFailed as failed:
-            return failed.output
+        def commit(context: UpdateContext) -> Output:
+            self._executor.prepare_commit(context, refusal)
+            return self._written(context)
+
+        return self._run(request, commit, staged=True)
+
+    def _receive(self, request: DistributedUpdateWeightsReq) -> Output:
+        def receive(context: UpdateContext) -> None:
+            with runtime().own_stream(self._device):
+                self._executor.receive_staged(context)
+
+        return self._run(request, receive, staged=True)
+
+    def _written(self, context: UpdateContext) -> Output:
+        output = self._executor.write(context)
+        self._leave()
+        return output
 
     # What another engine reads while no update runs, see `extras.replicas.share`.
 
@@ -174,33 +163,38 @@ class WeightReceiver:
 
     # -- one update at a time, and what follows a failure
 
-    @contextmanager
-    def _running(self, request: DistributedUpdateWeightsReq) -> Iterator[None]:
-        """Holds the lock. A failure of the block ends the update, and is raised as _UpdateFailed."""
+    def _run(self, request: DistributedUpdateWeightsReq, step: Step, *, staged: bool = False) -> Output:
+        """Executes a step of an update with the lock held. A failure ends the update, and the output reports it.
+
+        staged  a step of the update that is staged; fails without ending the one that has replaced it, if any
+        """
         try:
             check_request(request)
         except Mismatch as error:  # not from a sender of ours: the session in it is not to be trusted
-            raise self._failed(str(error)) from None
+            return self._failed(str(error))
         if not self._lock.acquire(timeout=request.timeout_s):
-            raise self._failed(
+            return self._failed(
                 f"engine rank {self._rank} was busy with another update for {request.timeout_s:.0f} s; repeat this "
                 "update, or raise timeout_s"
             )
         try:
             with log_context(**request.labels(), rank=f"engine rank {self._rank}"):
                 try:
-                    yield
-                except _UpdateFailed:
-                    raise
+                    if not staged:
+                        return step(self._begin(request)) or _SUCCESS
+                    if self._context is None or self._context.request != request:
+                        message = f"engine rank {self._rank} has not staged update {request.update}; repeat the update"
+                        return self._failed(message, Phase.READY.value)
+                    return step(self._context) or _SUCCESS
                 except Exception as error:
-                    raise self._cleaned_up(error, request) from error
+                    return self._cleaned_up(error, request)
                 except BaseException as error:  # Ctrl-C: the other ranks and the trainer would wait for this one
                     self._cleaned_up(error, request)
                     raise
         finally:
             self._lock.release()
 
-    def _cleaned_up(self, error: BaseException, request: DistributedUpdateWeightsReq) -> _UpdateFailed:
+    def _cleaned_up(self, error: BaseException, request: DistributedUpdateWeightsReq) -> Output:
         """Ends a failed update: drops what it leaves unusable, and informs the other ranks if they do not know."""
         message = str(error)
         self._executor.transfers.failed(request)
@@ -225,9 +219,8 @@ class WeightReceiver:
             self._end()
         return failed
 
-    def _failed(self, message: str, phase: str = Phase.PREPARE.value) -> _UpdateFailed:
-        torn = bool(self.torn)
-        return _UpdateFailed(DistributedUpdateWeightsOutput(success=False, message=message, torn=torn, phase=phase))
+    def _failed(self, message: str, phase: str = Phase.PREPARE.value) -> Output:
+        return Output(success=False, message=message, torn=bool(self.torn), phase=phase)
 
     def _begin(self, request: DistributedUpdateWeightsReq) -> UpdateContext:
         self._end()
@@ -263,13 +256,6 @@ class WeightReceiver:
         limit.daemon = True
         limit.start()
         return limit
-
-    def _staged_context(self, request: DistributedUpdateWeightsReq) -> UpdateContext:
-        """Returns the context of the staged update. Fails without ending the update that has replaced it, if any."""
-        if self._context is None or self._context.request != request:
-            message = f"engine rank {self._rank} has not staged update {request.update}; repeat the update"
-            raise self._failed(message, Phase.READY.value)
-        return self._context
 
     def _end(self) -> None:
         """Leaves the update that is under way, if there is one, and unmaps what it was to unmap."""

@@ -1,14 +1,18 @@
-"""The target of an engine rank's updates: a model, as its own loader does, or tensors as they are sent."""
+"""The target of an engine rank's updates: a model, as its own loader does, or tensors as they are sent. Its plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_reshard.derived import DerivedState
+from sglang_reshard.engine.unread import left_alone_remark
 from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.plan import RankDemand, ReadPlan, TensorIndex, unread_tensors
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.trace.loader import NamesRead
 from sglang_reshard.trace.program import MayStay, Program, Step, torch_dtype
 from sglang_reshard.trace.tracer import names_read, trace
@@ -17,30 +21,34 @@ if TYPE_CHECKING:
     from sglang_reshard.trace.stock_load import EngineStart
 
 
-class Target(Protocol):
+class Target:
     """The target of updates.
 
-    live  requests are served from the memory that programs write
+    live    requests are served from the memory that programs write
+    remark  for the report of an update that has been written; empty if there is nothing to say
     """
 
-    @property
-    def live(self) -> bool: ...
+    live: bool = False
 
     @property
     def remark(self) -> str:
-        """For the report of an update that has been written; empty if there is nothing to say."""
+        return ""
 
     def placement(self) -> bytes:
         """Returns what programs depend on in addition to the memory that they write: where experts are."""
+        return b""
 
     def signature(self) -> int:
         """Returns a number that changes when a program is no longer valid. Raises Unsupported."""
+        return 0
 
     def program(self, specs: Sequence[TensorSpec], may_stay: MayStay) -> Program:
         """Returns the program that writes the tensors of a checkpoint. Raises Mismatch and Unsupported."""
+        raise NotImplementedError
 
     def names_read(self, specs: Sequence[TensorSpec]) -> NamesRead:
         """Returns which of these names a program would read."""
+        raise NotImplementedError
 
     def renew(self, *, model_ran: bool) -> None:
         """Must be called when new weights are live.
@@ -49,7 +57,7 @@ class Target(Protocol):
         """
 
 
-class TracedModel:
+class TracedModel(Target):
     """A model that loads itself, and from whose parameters requests are served."""
 
     live = True
@@ -68,12 +76,15 @@ class TracedModel:
         addresses_stay  CUDA graphs hold the addresses of the model's tensors
         """
         self._model, self._start = model, start
-        self.placement = placement
+        self._placement = placement
         self._derived = DerivedState(model, addresses_stay)
 
     @property
     def remark(self) -> str:
         return self._derived.remark
+
+    def placement(self) -> bytes:
+        return self._placement()
 
     def signature(self) -> int:
         return hash((self._derived.signature(), self.placement()))
@@ -89,7 +100,7 @@ class TracedModel:
         self._derived.renew(model_ran=model_ran)
 
 
-class ReceivedAdapter:
+class ReceivedAdapter(Target):
     """Tensors as the trainer sends them, whole, in separate memory: tensors that are not model parameters.
 
     Nothing is served from this memory: an update can still fail without consequences until `use`. The memory is kept
@@ -97,8 +108,6 @@ class ReceivedAdapter:
 
     tensors  name -> tensor, of the layout that was allocated last
     """
-
-    live, remark = False, ""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -110,12 +119,6 @@ class ReceivedAdapter:
     def use(self) -> None:
         """Applies the tensors. Called on every engine rank, once all ranks have received and verified them."""
         raise NotImplementedError
-
-    def placement(self) -> bytes:
-        return b""
-
-    def signature(self) -> int:
-        return 0
 
     def program(self, specs: Sequence[TensorSpec], may_stay: MayStay) -> Program:
         self.check(specs)
@@ -130,5 +133,67 @@ class ReceivedAdapter:
     def names_read(self, specs: Sequence[TensorSpec]) -> NamesRead:
         return NamesRead(frozenset(spec.name for spec in specs), "")
 
-    def renew(self, *, model_ran: bool) -> None:
-        """Nothing is computed from these tensors but by `use`."""
+
+@dataclass(frozen=True, slots=True)
+class LoaderNames:
+    """The names of one source layout's tensors, in its order, see `engine.names`.
+
+    layout  content hash of the layout; empty as long as no other names were looked for
+    given   as the trainer has them
+    names   as the loader reads them; empty if those are the names that were given
+    hint    what to do about names that the loader does not read, for error messages
+    digest  of `names`; empty if there are none
+    remark  says which names were changed, for the trainer's report; empty if none was
+    """
+
+    layout: str = ""
+    given: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    hint: str = ""
+    digest: str = ""
+    remark: str = ""
+
+    def trainer_names(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Returns the trainer's names of the tensors that the loader reads as `names`."""
+        given = dict(zip(self.names, self.given, strict=True)) if self.names else {}
+        return tuple(given.get(name, name) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPlan:
+    """An engine rank's program and read plan.
+
+    Valid for one source layout (by content hash), its names for the loader, one rule for kept parameters, one set of
+    live addresses, one set of trainer ranks' hosts and GPUs, and one set of trainer ranks whose memory cannot be
+    mapped.
+    """
+
+    layout: str
+    signature: int
+    may_stay: MayStay
+    names: LoaderNames
+    trainers: tuple[object, ...]
+    tensor_index: TensorIndex
+    program: Program
+    read_plan: ReadPlan
+    demand: RankDemand
+
+    def is_current(self, request: DistributedUpdateWeightsReq, signature: int, names: LoaderNames) -> bool:
+        return self.is_traced(request, signature, names) and self.trainers == trainers_of(request)
+
+    def is_traced(self, request: DistributedUpdateWeightsReq, signature: int, names: LoaderNames) -> bool:
+        known = self.layout, self.signature, self.may_stay, self.names.digest
+        return known == (request.layout, signature, MayStay(request.frozen, request.only), names.digest)
+
+    @property
+    def remark(self) -> str:
+        """Names the parameters that the program does not write, for the trainer's report; empty if there are none."""
+        return left_alone_remark(self.program) if self.program.left_alone else ""
+
+    def unread(self, demands: Sequence[RankDemand]) -> tuple[str, ...]:
+        """Returns the names, as the trainer has them, of tensors that no engine rank reads."""
+        return self.names.trainer_names(unread_tensors(self.tensor_index, demands))
+
+
+def trainers_of(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:
+    return request.trainer_hosts, request.trainer_devices

@@ -11,7 +11,8 @@ import threading
 from sglang_reshard.control import Address, WaitTimedOut
 from sglang_reshard.errors import Aborted, DeadlineExceeded, EngineRefused
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
-from sglang_reshard.protocol.session import Session
+from sglang_reshard.protocol.session import Session, handles_key
+from sglang_reshard.protocol.update_channel import update_scope
 
 _KEPT = 8  # of the model's own weights, and of LoRA adapters
 
@@ -35,9 +36,10 @@ class TrainerPresence:
             self._keep(session)
         published = request.layout, request.handles
         known = self._found.get(request.address) == published
-        keys = () if known else session.published_keys(request.layout, request.handles)
+        handles = [handles_key(rank, digest) for rank, digest in enumerate(request.handles) if digest]
         try:
-            session.wait_in_update(request.update, keys, request.timeout_s)
+            keys = () if known else (request.layout, *handles)  # files of snapshots have no handles
+            session.client.wait(keys, request.timeout_s, update_scope(request.update))
         except Aborted as error:
             raise EngineRefused(
                 f"the trainer is not in {request.name()}: {error}. Call update on every trainer rank again"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
+from sglang_reshard.engine.context import LastWrite
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.names import matches_any
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.program import Program
 
@@ -51,3 +53,26 @@ def left_alone_remark(program: Program) -> str:
         return ""
     names = some_names(program.left_alone)
     return f"no tensor of the engine's checkpoint reaches these, so they keep their values: {names}"
+
+
+def check_kept(kept: Collection[str], request: DistributedUpdateWeightsReq, last: LastWrite) -> None:
+    """Raises Mismatch if an update would keep a parameter, or a part, that nothing has brought.
+
+    An engine that starts on random values (`load_format="dummy"`), or whose weights were released, has none; nor has
+    one whose update failed half-way.
+
+    kept  names of those that the update leaves as they are, see `trace.kept`
+    """
+    from sglang_reshard.trace.kept import is_among
+
+    unsound: Collection[str] = ()
+    if request.stock_changes != last.stock_changes:  # SGLang itself has loaded or released all since
+        unsound = () if request.stock_loaded else kept
+    elif last.torn:
+        unsound = {name for name in kept if not is_among(name, last.kept)}
+    if unsound:
+        raise Mismatch(
+            f"{some_names(sorted(unsound))} would stay as they are, and nothing has brought them: the engine was "
+            "started with load_format='dummy', its weights were released, or an update of them failed half-way. Send "
+            "all tensors once, without frozen= and only=, or let SGLang load the model's checkpoint from disk"
+        )

@@ -38,8 +38,7 @@ from sglang_reshard.engine.context import (
 )
 from sglang_reshard.engine.prepared import Prepared, Transfers
 from sglang_reshard.engine.target_planner import TargetPlanner, names_are_open
-from sglang_reshard.engine.target_planning import TargetPlan
-from sglang_reshard.engine.targets import Target
+from sglang_reshard.engine.targets import Target, TargetPlan
 from sglang_reshard.errors import ConnectionLost, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.runtime import runtime
@@ -69,24 +68,19 @@ class UpdateExecutor:
         self._remarked: tuple[int, str] | None = None
         self._live: TargetPlan | None = None  # by which the live weights, and scratch memory, were written
         self.transfers = Transfers(rank, device, target.live)
-        self._planner = TargetPlanner(target, device, self.transfers)
-        self._written = LastWrite()
-        self.torn = ""  # why the weights are partly written; empty if they are sound
+        self.last = LastWrite()
+        self._planner = TargetPlanner(target, device, self.transfers, self.last)
 
+    @garbage_collector_paused()  # tracing and planning make objects for every tensor
     def prepare(self, context: UpdateContext, refusal: str) -> None:
         """Does all that can be done before a byte is written. `refusal` fails the update on all ranks."""
-        with garbage_collector_paused():  # tracing and planning make objects for every tensor
-            self._prepare(context, refusal)
-
-    def _prepare(self, context: UpdateContext, refusal: str) -> None:
-        planner, state = self._planner, (self._written, bool(self.torn))
-        vote = PrepareVote(error=refusal) if refusal else planner.vote(context, *state)
+        vote = PrepareVote(error=refusal) if refusal else self._planner.vote(context)
         # Where something is offered, the votes tell whether it is taken, and so which vote is the last one.
         last = vote.reusable and not context.request.staged and not context.request.offers
         votes = self._vote_before_writing(context, Phase.PREPARE, vote, may_write=last)
         reusable = all([v.reusable for v in votes])
         if not reusable and names_are_open(votes):
-            votes = planner.find_names(context, *state)
+            votes = self._planner.find_names(context)
         context.check_votes(Phase.PREPARE, votes)
         context.reused = reusable
         if reusable:
@@ -102,15 +96,14 @@ class UpdateExecutor:
         """Receives where the landing holds back what arrives, and verifies it."""
         if self.transfer.target.program.scratch_bytes:  # it is written at once
             self._live = None
-        error = ""
-        try:
+
+        def receive() -> None:
             if context.taken:
                 self._check_taken(context)
             self._move(context)
             self._verify(context)
-        except Exception as failure:
-            error = context.abort_because(failure)
-        context.all_gather_votes(Phase.STAGED, Vote(error))
+
+        context.all_gather_votes(Phase.STAGED, Vote(context.attempt(receive)))
 
     def prepare_commit(self, context: UpdateContext, refusal: str) -> None:
         """Takes the last vote before the live weights are written, where `prepare` has not: time may have passed."""
@@ -120,13 +113,16 @@ class UpdateExecutor:
 
     def write(self, context: UpdateContext) -> DistributedUpdateWeightsOutput:
         """Writes the live weights: everything that a failure leaves torn. An offer is checked before it begins."""
-        landing = self.transfer.landing
-        if context.taken and not landing.holds_back:
-            self._vote_on_taken(context)
-        self.torn, self._live, target = _torn(context.request), None, self.transfer.target
-        self._written = LastWrite(context.request.stock_changes, target.program.kept)
-        error = ""
-        try:
+        target, last = self.transfer.target, self.last
+        if (
+            context.taken and not self.transfer.landing.holds_back
+        ):  # fails on all ranks if one of them receives damaged data
+            self._check_before_writing(context, Phase.CHECK, context.attempt(self._check_taken, context))
+        last.torn, last.stock_changes = _torn(context.request), context.request.stock_changes
+        last.kept, self._live = target.program.kept, None
+
+        def write() -> None:
+            landing = self.transfer.landing  # no other name may hold it: a staged update's memory is freed below
             if not landing.holds_back:
                 self._move(context)
                 self._verify(context)
@@ -135,14 +131,12 @@ class UpdateExecutor:
                 target.program.run_steps()
                 self._target.renew(model_ran=context.request.staged or not context.reused)
                 self._synchronize()
-        except Exception as failure:
-            error = context.abort_because(failure)
-        output, vote = self._outcome(context, error)
-        del landing  # the memory in which a staged update arrives would stay until this call returns
+
+        output, vote = self._outcome(context, context.attempt(write))
         if context.request.unmap_after:
             self.unmap()  # before the vote: after it the trainer may be answered, and free its memory
         votes = self._vote_written(context, output, vote)
-        self.torn, self._live, self._remarked = "", target, (target.signature, target.layout)
+        last.torn, self._live, self._remarked = "", target, (target.signature, target.layout)
         return _with_votes(output, votes)
 
     def live_program(self) -> tuple[Program, dict[str, tuple[int, ...]]]:
@@ -172,7 +166,7 @@ class UpdateExecutor:
 
     def written_by_others(self) -> None:
         """See `WeightReceiver.written_by_others`."""
-        self.torn, self._live = "", None
+        self.last.torn, self._live = "", None
         try:
             self._target.renew(model_ran=True)
         except ReshardError as error:
@@ -223,11 +217,11 @@ class UpdateExecutor:
         return output, vote
 
     def _plan(self, context: UpdateContext) -> Prepared:
-        target, demands = self._planner.demands(context, self._written, torn=bool(self.torn))
+        target, demands = self._planner.demands(context)
         plan, vote = None, PlanVote()
         with context.enter(Phase.PLAN):
             try:
-                plan = self.transfers.plan(context.request, demands, context.session, target)
+                plan = self.transfers.plan(context, demands, target)
                 vote = PlanVote(plan=plan.strategy.digest(), landing=plan.landing.tells(), kept=target.program.kept)
             except Exception as error:
                 vote = PlanVote(error=self._planner.described(context, error))
@@ -251,24 +245,11 @@ class UpdateExecutor:
                     except Exception as failure:
                         error = describe_error(failure)
                 context.all_gather_votes(Phase.CALL, Vote(error))
-            error = ""
-            try:
-                self.transfers.connect(context.session, channel.scope, context.all_gather)
-            except Exception as failure:
-                error = context.abort_because(failure)
+            error = context.attempt(self.transfers.connect, context)
             if request.staged:
                 context.all_gather_votes(Phase.CONNECT, Vote(error))
             else:
                 self._check_before_writing(context, Phase.CONNECT, error)
-
-    def _vote_on_taken(self, context: UpdateContext) -> None:
-        """Fails on all ranks, without changing live weights, if one of them receives damaged data."""
-        error = ""
-        try:
-            self._check_taken(context)
-        except Exception as failure:
-            error = context.abort_because(failure)
-        self._check_before_writing(context, Phase.CHECK, error)
 
     def _check_taken(self, context: UpdateContext) -> None:
         with context.enter(Phase.CHECK):
@@ -323,7 +304,7 @@ class UpdateExecutor:
             if may_write:
                 standing = context.channel.standing_without_connection()
                 if standing is None or standing.mark == WRITING:
-                    self.torn = _torn(context.request)
+                    self.last.torn = _torn(context.request)
             raise
 
     def _vote_written(

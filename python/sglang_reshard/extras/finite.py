@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from sglang_reshard.sources import NamedTensors, describe
 from sglang_reshard.sources.finite import not_finite
-from sglang_reshard.trainer.collectives import require_cpu_backend
-from sglang_reshard.trainer.gathering import gather
+from sglang_reshard.trainer.collectives import gather, require_cpu_backend
 
 
 def first_not_finite(

@@ -15,29 +15,12 @@ In each update:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # trainer ranks load no tracer
-    import torch
-
-    from sglang_reshard.layout.source_layout import SourceLayout
-    from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Question
-    from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel
+    from sglang_reshard.engine.context import UpdateContext
     from sglang_reshard.trace.program import Program
-
-
-class Update(Protocol):
-    """The update under way on engine rank `rank`, see `engine.context.UpdateContext`."""
-
-    @property
-    def request(self) -> DistributedUpdateWeightsReq: ...
-
-    @property
-    def channel(self) -> EngineChannel: ...
-
-    @property
-    def rank(self) -> int: ...
 
 
 class Landing:
@@ -85,10 +68,10 @@ class Landing:
         kept      names of the parameters that any engine rank leaves as they are
         """
 
-    def begin(self, update: Update) -> None:
+    def begin(self, update: UpdateContext) -> None:
         """Prepares for the weights of an update, before any has arrived."""
 
-    def check(self, update: Update) -> str:
+    def check(self, update: UpdateContext) -> str:
         """Checks what has arrived. Returns the digest of all weights, or nothing if it is not known.
 
         Raises Mismatch, naming the tensors, if this rank's weights are not the trainer's.
@@ -123,11 +106,11 @@ class LandingAround(Landing):
     def told(self, of_ranks: tuple[str, ...], kept: tuple[str, ...]) -> None:
         self.inner.told(of_ranks, kept)
 
-    def begin(self, update: Update) -> None:
+    def begin(self, update: UpdateContext) -> None:
         self.inner.begin(update)
         self.finished = self.inner.finished
 
-    def check(self, update: Update) -> str:
+    def check(self, update: UpdateContext) -> str:
         return self.inner.check(update)
 
     def commit(self) -> None:
@@ -136,44 +119,6 @@ class LandingAround(Landing):
     def _follow(self) -> None:
         """Takes over the allocations of the inner landing."""
         inner = self.inner
-        self.program, self.turns, self.finished, self.complete = (
-            inner.program,
-            inner.turns,
-            inner.finished,
-            inner.complete,
-        )
+        self.program, self.turns = inner.program, inner.turns
+        self.finished, self.complete = inner.finished, inner.complete
         self.nbytes, self.staged_bytes = inner.nbytes, inner.staged_bytes
-
-
-class Published(Protocol):
-    """The published shards of a trainer rank, see `trainer.publisher.PublishedShards`."""
-
-    @property
-    def source(self) -> SourceLayout: ...
-
-    @property
-    def identity(self) -> tuple[object, ...]: ...
-
-
-class Responder(Protocol):
-    """Answers, on one trainer rank, the questions of the landings of one kind, of all engines of a session."""
-
-    def answer(
-        self,
-        channel: TrainerChannel,
-        question: Question,
-        published: Callable[[], Published],
-        shards: Callable[[], Sequence[torch.Tensor]],
-    ) -> None:
-        """Answers, together with the other trainer ranks. A failure becomes the answer; it is not raised."""
-
-    def end(self, update: int, writable: bool) -> None:
-        """Ends an update that has asked a question.
-
-        writable  peers could write to the shards
-
-        Raises Mismatch if the shards have changed during the update.
-        """
-
-    def release(self) -> None:
-        """Drops the views that keep the shards' memory."""

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.landings.base import Landing, LandingAround, Update
+from sglang_reshard.landings.base import Landing, LandingAround
 from sglang_reshard.landings.lifetimes import Lifetime, share_memory
 
 if TYPE_CHECKING:  # trainer ranks load no tracer
+    from sglang_reshard.engine.context import UpdateContext
     from sglang_reshard.trace.program import Arrival
 
 
@@ -67,7 +68,7 @@ class Converting(LandingAround):
                 groups.setdefault(key, []).append(target)
         self._allocate(groups, turns)
 
-    def begin(self, update: Update) -> None:
+    def begin(self, update: UpdateContext) -> None:
         """Raises Unsupported if the route has not placed it: what arrived would be written unconverted."""
         if not self._placed:
             raise Unsupported(
@@ -77,7 +78,7 @@ class Converting(LandingAround):
         self.inner.begin(update)
         self.finished = 0
 
-    def check(self, update: Update) -> str:
+    def check(self, update: UpdateContext) -> str:
         """Raises Mismatch if the route has not reported the end of every turn."""
         if self.finished < self.turns:
             raise Mismatch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -11,8 +12,11 @@ import torch
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.landings.base import Landing, Update
+from sglang_reshard.landings.base import Landing
 from sglang_reshard.trace.program import Program
+
+if TYPE_CHECKING:
+    from sglang_reshard.engine.context import UpdateContext
 
 NO_ROOM = "staged=True needs"  # begins the error of an update for whose shadow weights there is no memory
 
@@ -33,7 +37,7 @@ class Shadow(Landing):
         self.nbytes = self.staged_bytes = shadow_bytes(live)
         self._from_live, self._to_live = _copies(shadow, kept), _copies(kept, shadow)
 
-    def begin(self, update: Update) -> None:
+    def begin(self, update: UpdateContext) -> None:
         self._from_live.run()
 
     def commit(self) -> None:

@@ -307,11 +307,6 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     phase: str = ""
 
 
-def name_rank(trainer_rank: int, message: str) -> str:
-    """Returns a message that begins with a trainer rank."""
-    return message if message.startswith("trainer rank") else f"trainer rank {trainer_rank}: {message}"
-
-
 _ERRORS = {k.__name__: k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, ReshardError)}
 
 
@@ -330,8 +325,9 @@ class Failure(msgspec.Struct, frozen=True):
     @classmethod
     def on(cls, trainer_rank: int, error: BaseException) -> Failure:
         """Returns a failure whose message names a trainer rank: the given one, unless it names one already."""
-        described = cls.of(error)
-        return cls(described.kind, name_rank(trainer_rank, described.message))
+        found = cls.of(error)
+        named = found.message.startswith("trainer rank")
+        return found if named else cls(found.kind, f"trainer rank {trainer_rank}: {found.message}")
 
     def error(self) -> ReshardError:
         return _ERRORS.get(self.kind, ReshardError)(self.message)
@@ -402,18 +398,9 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Question(msgspec.Struct, frozen=True, tag="question"):
-    """Command of engine rank 0: answer what a landing asks. Engines that ask the same get one answer.
+    """Command of engine rank 0: answer what a landing asks, see `encode`. Engines that ask the same get one answer."""
 
-    landing  names its trainer ranks' side
-    message  what that is asked, see `encode`
-    """
-
-    landing: str
     message: bytes
-
-    def asked(self, kind: type[T]) -> T:
-        """Returns the question. Raises Mismatch for another kind."""
-        return decode(self.message, kind)
 
 
 Command = Prepare | Connect | Start | Question

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -206,29 +207,25 @@ def client(timeout_s: float) -> httpx.Client:
     """Returns an HTTP client for an engine's server, which keeps no connection open."""
     import httpx
 
-    return httpx.Client(**_options(timeout_s), transport=httpx.HTTPTransport(limits=_limits()))
+    return httpx.Client(**_options(timeout_s, httpx.HTTPTransport))
 
 
 def async_client(timeout_s: float) -> httpx.AsyncClient:
     """Returns one like `client`."""
     import httpx
 
-    return httpx.AsyncClient(**_options(timeout_s), transport=httpx.AsyncHTTPTransport(limits=_limits()))
+    return httpx.AsyncClient(**_options(timeout_s, httpx.AsyncHTTPTransport))
 
 
-def _options(timeout_s: float) -> dict[str, Any]:
+def _options(timeout_s: float, transport: Callable[..., Any]) -> dict[str, Any]:
     import httpx
 
+    # A server may close an idle connection at the moment of its next use, so none is kept.
+    limits = httpx.Limits(max_keepalive_connections=0)
     # The environment's proxies lead to the internet, an engine is in the private network. The transports do honor the
     # environment's certificates (SSL_CERT_FILE).
-    return {"timeout": httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S)), "trust_env": False}
-
-
-def _limits() -> httpx.Limits:
-    """A server may close an idle connection at the moment of its next use, so none is kept."""
-    import httpx
-
-    return httpx.Limits(max_keepalive_connections=0)
+    timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S))
+    return {"timeout": timeout, "trust_env": False, "transport": transport(limits=limits)}
 
 
 def headers(api_key: str, admin_api_key: str) -> tuple[dict[str, str], dict[str, str]]:

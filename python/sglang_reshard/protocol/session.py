@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sglang_reshard.control import Address, ControlClient, ControlServer, WaitTimedOut, weakly
 from sglang_reshard.control.torch_store import ControlStore
 from sglang_reshard.layout.decoders import pack_blob, unpack_blob
-from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel, update_scope
+from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel
 
 T = TypeVar("T")
 _TRAINERS = "trainers"  # the scope that trainer ranks stay in between updates
@@ -39,7 +39,7 @@ def handles_key(trainer_rank: int, digest: str = "") -> str:
 
 def of_engine(engine: int, name: str) -> str:
     """Returns a key that is deleted when the session ends for this engine."""
-    return f"{_engine_prefix(engine)}{name}"
+    return f"{_engine_scope(engine)}/{name}"
 
 
 class Blobs:
@@ -126,14 +126,6 @@ class Session(Blobs):
         """
         return cls(ControlClient(address, timeout_s, connect_s), timeout_s)
 
-    def published_keys(self, layout: str, handles: Sequence[str]) -> tuple[str, ...]:
-        """Returns where the layout and the handles of all trainer ranks lie; files of snapshots have none."""
-        return layout, *(handles_key(rank, digest) for rank, digest in enumerate(handles) if digest)
-
-    def wait_in_update(self, update: int, keys: Sequence[str], timeout_s: float) -> None:
-        """Waits until the keys are set. Raises WaitTimedOut, and Aborted if no trainer rank is in the update."""
-        self.client.wait(keys, timeout_s, update_scope(update))
-
     def trainer_channel(self, update: int, rank_name: str) -> TrainerChannel:
         """Returns the channel of one update, to be used in a `with` block. `rank_name` is shown in others' errors."""
         return TrainerChannel(self.client, update, _with_process(rank_name))
@@ -160,27 +152,19 @@ class Session(Blobs):
         """Returns a store for the rendezvous of process groups with an engine's ranks.
 
         `scope`, an update's, aborts its waits. Remaining keys there are deleted with the update's messages: by then all
-        groups have connected.
-        """
-        return dist.PrefixStore(f"{scope}/groups", self._bounded_store(engine, timeout_s, scope))
-
-    def _bounded_store(self, engine: int, timeout_s: float, scope: str) -> ControlStore:
-        """Returns the store for process groups with an engine's ranks.
-
-        There is one. Further waits in it, through any of its prefixes, end after `timeout_s`, or when `scope` is
-        cancelled.
+        groups have connected. There is one store for each engine: this also bounds waits through earlier prefixes.
         """
         if engine not in self._stores:
             self._stores[engine] = ControlStore(self.client, timeout_s, scope)
         self._stores[engine].bound_waits(timeout_s, scope)
-        return self._stores[engine]
+        return dist.PrefixStore(f"{scope}/groups", self._stores[engine])
 
     # -- engines that join and leave, while the session goes on
 
     def end_engine(self, engine: int) -> None:
         """Ends the session for one engine. Called by trainer rank 0."""
         self.client.cancel(_engine_scope(engine), "the session has ended for this engine")
-        self.client.delete_prefix(_engine_prefix(engine))
+        self.client.delete_prefix(of_engine(engine, ""))
 
     def on_engine_end(self, engine: int, callback: Callable[[Session | None], None]) -> None:
         """Calls `callback(session)` in another thread once the session has ended for this engine, or for all.
@@ -209,10 +193,6 @@ class Session(Blobs):
 
 def _with_process(rank_name: str) -> str:
     return f"{rank_name} (host {socket.gethostname()}, process {os.getpid()})"
-
-
-def _engine_prefix(engine: int) -> str:
-    return f"engine/{engine}/"
 
 
 def _engine_scope(engine: int) -> str:

@@ -60,10 +60,6 @@ class _Scope:
             self.abort(f"{self._owner} failed: {type(error).__name__}: {error}")
         self.leave()
 
-    def enter(self) -> None:
-        """If another rank has aborted the update already, the first wait raises Aborted."""
-        self._client.enter(self.scope, self._owner)
-
     def leave(self) -> None:
         with contextlib.suppress(ReshardError):  # a rank without a connection has left
             self._client.leave(self.scope)
@@ -102,11 +98,12 @@ class TrainerChannel(_Scope):
         self.update = update
 
     def __enter__(self) -> TrainerChannel:
-        self.enter()
+        """Enters the scope: if another rank has aborted the update already, the first wait raises Aborted."""
+        self._client.enter(self.scope, self._owner)
         return self
 
     def publish_status(self, trainer_rank: int, status: Outcome[TrainerStatus]) -> None:
-        self._client.set({self._status(trainer_rank): encode(status)}, wait=False)
+        self._client.set({f"{self.scope}/status/{trainer_rank}": encode(status)}, wait=False)
 
     def exchange_layouts(self, trainer_rank: int, trainer_ranks: int, timeout_s: float, own: bytes) -> list[bytes]:
         """Returns what each trainer rank passes, in rank order: what it lists, where ranks list different tensors.
@@ -144,13 +141,13 @@ class TrainerChannel(_Scope):
 
     def put_part(self, trainer_rank: int, question: Question, part: Outcome[Any]) -> None:
         """Hands this trainer rank's part of an answer to trainer rank 0."""
-        self._client.set({self._part(question, trainer_rank): encode(part)})
+        self._client.set({f"{_asked(self.update, question)}/of/{trainer_rank}": encode(part)})
 
     # -- trainer rank 0
 
     def collect_statuses(self, ranks: int, timeout_s: float) -> list[Outcome[TrainerStatus]]:
         """Returns all trainer ranks' statuses. Raises DeadlineExceeded naming the ranks that published none."""
-        keys = [self._status(rank) for rank in range(ranks)]
+        keys = [f"{self.scope}/status/{rank}" for rank in range(ranks)]
         statuses = self._get(keys, timeout_s, functools.partial(_no_call, self.update, timeout_s))
         return [decode(status, Outcome[TrainerStatus]) for status in statuses]
 
@@ -158,7 +155,7 @@ class TrainerChannel(_Scope):
         self, question: Question, kind: type[T], trainer_ranks: int, timeout_s: float
     ) -> list[Outcome[T]]:
         """Returns the parts of all other trainer ranks. Raises DeadlineExceeded naming the ranks that have put none."""
-        keys = [self._part(question, rank) for rank in range(1, trainer_ranks)]
+        keys = [f"{_asked(self.update, question)}/of/{rank}" for rank in range(1, trainer_ranks)]
         data = self._get(keys, timeout_s, lambda missing: _no_answer([r + 1 for r in missing], timeout_s))
         return [decode(part, Outcome[kind]) for part in data]  # type: ignore[valid-type]
 
@@ -200,12 +197,6 @@ class TrainerChannel(_Scope):
         except WaitTimedOut:
             raise error from None
 
-    def _status(self, trainer_rank: int) -> str:
-        return f"{self.scope}/status/{trainer_rank}"
-
-    def _part(self, question: Question, trainer_rank: int) -> str:
-        return f"{_asked(self.update, question)}/of/{trainer_rank}"
-
 
 class EngineScope(_Scope):
     """The scope of one engine, for trainer ranks that send to it."""
@@ -216,7 +207,7 @@ class EngineScope(_Scope):
 
     def report_ready(self, trainer_rank: int) -> None:
         """Answers `Prepare`."""
-        self._client.set({self._ready(trainer_rank): b""}, wait=False)
+        self._client.set({f"{self.scope}/ready/{trainer_rank}": b""}, wait=False)
 
     def revoke(self, reason: str) -> Standing:
         """Gives up the update of this engine. Returns how far it has come: it comes no further if it has no mark."""
@@ -246,15 +237,8 @@ class EngineScope(_Scope):
 
     def get_outcome(self, timeout_s: float) -> DistributedUpdateWeightsOutput:
         """Returns the outcome of an update that has the mark WRITTEN."""
-        (data,) = self._client.get([self._outcome], timeout_s)
+        (data,) = self._client.get([f"{self.scope}/outcome"], timeout_s)
         return decode(data, DistributedUpdateWeightsOutput)
-
-    @property
-    def _outcome(self) -> str:
-        return f"{self.scope}/outcome"
-
-    def _ready(self, trainer_rank: int) -> str:
-        return f"{self.scope}/ready/{trainer_rank}"
 
 
 class EngineChannel(EngineScope):
@@ -267,7 +251,7 @@ class EngineChannel(EngineScope):
 
     def put_outcome(self, output: DistributedUpdateWeightsOutput) -> None:
         """Publishes what the outcome is if the vote that follows marks the scope WRITTEN."""
-        self._client.set({self._outcome: encode(output)}, wait=False)
+        self._client.set({f"{self.scope}/outcome": encode(output)}, wait=False)
 
     def standing_without_connection(self) -> Standing | None:
         """Aborts the update over a separate connection: for a rank that has lost this one in a vote.
@@ -289,7 +273,7 @@ class EngineChannel(EngineScope):
 
     def collect_ready(self, ranks: int, timeout_s: float) -> None:
         """Waits until all trainer ranks have reported ready. Raises DeadlineExceeded naming those that have not."""
-        self._get([self._ready(rank) for rank in range(ranks)], timeout_s, lambda missing: (
+        self._get([f"{self.scope}/ready/{rank}" for rank in range(ranks)], timeout_s, lambda missing: (
             f"trainer ranks {missing} were not ready to send within {timeout_s:.0f} s; look at their logs"
         ))  # fmt: skip
 

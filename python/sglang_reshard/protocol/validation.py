@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterable
+from collections import Counter
 from typing import get_args
 
 import msgspec
@@ -132,7 +132,8 @@ def check_layout(layout: SourceLayout, trainer_ranks: int) -> None:
     kinds: dict[tuple[tuple[int, ...], str, int, int], list[str]] = {}
     for tensor in layout.tensors:
         kinds.setdefault((tensor.shape, tensor.dtype, tensor.mesh, tensor.placements), []).append(tensor.name)
-    if twice := _first_repeated(tensor.name for tensor in layout.tensors):
+    count = Counter(tensor.name for tensor in layout.tensors)
+    if twice := next((name for name, times in count.items() if times > 1), ""):
         raise Mismatch(f"invalid source layout: it lists tensor {twice} twice; names must be unique")
     meshes = [_invalid_mesh_reason(mesh, trainer_ranks) for mesh in layout.meshes]
     cuts = shards = 0
@@ -205,15 +206,6 @@ def _invalid_placements_reason(placements: tuple[Placement, ...], mesh: Mesh, sh
 def _cuts(mesh: Mesh, placements: tuple[Placement, ...]) -> int:
     """Returns an upper bound of the intervals that computing the shards of a tensor on a mesh visits."""
     return len(mesh.ranks) * math.prod(p.split_factor for p in placements if p.dim >= 0)
-
-
-def _first_repeated(names: Iterable[str]) -> str | None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
 
 
 def check_handles(handles: Handles, layout: SourceLayout, trainer_rank: int) -> None:

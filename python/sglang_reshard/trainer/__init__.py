@@ -2,11 +2,9 @@
 result.
 
 update_sender  UpdateSender: one rank's end of a session, which takes part in updates
-engine_transfers  EngineTransfers: this rank's transfers to one engine, by its end of the route
 options        SenderOptions and UpdateOptions: what users choose
 publisher    ShardPublisher: layout and memory handles of one rank's shards, published when they change
-worker       TrainerWorker: the commands of engine rank 0, on every trainer rank
+worker       TrainerWorker: the commands of engine rank 0, on every trainer rank; EngineTransfers: to one engine
 coordinator  UpdateCoordinator: the single request to the engine, on trainer rank 0
-collectives  typed messages over the trainer ranks' own process group
-gathering    Gathering: what all trainer ranks say, or the first one's failure, over a group or the control server
+collectives  typed messages over the trainer ranks' own process group; Gathering: what all say, or the first failure
 """

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -55,26 +54,14 @@ class UpdateCoordinator:
         self._engines = dict(engines)
         self._asking = {engine: asking for engine, asking in self._asking.items() if engine in engines}
 
-    def begin(
+    def run(
         self, channel: TrainerChannel, published: PublishedShards | None, options: UpdateOptions, started: float
-    ) -> Future[UpdateResults]:
-        """Starts a thread that runs the update, so that this rank can execute commands like all others.
-
-        Returns the results, which all trainer ranks receive without the trainer ranks' part of their reports.
+    ) -> UpdateResults:
+        """Runs the update. Returns the results, and sends them to all trainer ranks, without their parts of reports.
 
         published  what this rank has published; None if it has failed, which its status reports
         started    when the update began, by `time.perf_counter`
         """
-        return tasks.start("coordinator", functools.partial(self._run, channel, published, options, started))
-
-    def _run(
-        self,
-        channel: TrainerChannel,
-        published: PublishedShards | None,
-        options: UpdateOptions,
-        started: float,
-    ) -> UpdateResults:
-        """Runs the update, and sends its results to all trainer ranks."""
         publish_seconds = time.perf_counter() - started
         try:
             statuses = self._statuses(channel)
@@ -109,16 +96,31 @@ class UpdateCoordinator:
         lora = self._config.lora
         if_torn = _TORN if lora is None else _UNLOADED.format(lora.name)
         settlement = Settlement(channel.engine(engine), self._config.timeout_s, if_torn)
-        asked = _Asked(settlement, report)
+        result: Future[Outcome[UpdateReport]] = Future()
+
+        def settle(outcome: Callable[[], DistributedUpdateWeightsOutput]) -> None:
+            try:
+                found = Outcome(report(outcome()))
+            except Exception as error:
+                found = Outcome(None, Failure.of(error))
+            with contextlib.suppress(InvalidStateError):  # the first one stays
+                result.set_result(found)
+
+        def give_up(reason: str) -> None:
+            with contextlib.suppress(TimeoutError):
+                result.result(ANSWER_S)  # the engine's own answer says more
+                return
+            settle(lambda: settlement.outcome(Aborted(reason)))
+
         try:
-            settlement.scope.on_abort(asked.give_up)
+            settlement.scope.on_abort(give_up)
         except ReshardError as error:
-            asked.result.set_result(Outcome(None, Failure.of(error)))
-            return asked.result
-        asked.result.add_done_callback(lambda _: settlement.scope.off_abort(asked.give_up))  # the worker watches on
+            result.set_result(Outcome(None, Failure.of(error)))
+            return result
+        result.add_done_callback(lambda _: settlement.scope.off_abort(give_up))  # the worker watches on
         answer = functools.partial(self._answer, channel, engine, request, self._asking.get(engine), settlement)
-        self._asking[engine] = tasks.start(f"engine {engine}", functools.partial(asked.settle, answer))
-        return asked.result
+        self._asking[engine] = tasks.start(f"engine {engine}", functools.partial(settle, answer))
+        return result
 
     def _answer(
         self,
@@ -128,8 +130,15 @@ class UpdateCoordinator:
         previous: Future[None] | None,
         settlement: Settlement,
     ) -> DistributedUpdateWeightsOutput:
-        """Returns the outcome of an engine's update. Raises what it means for the weights if it has not succeeded."""
-        self._check_answered(channel, previous)
+        """Returns the outcome of an engine's update. Raises what it means for the weights if it has not succeeded.
+
+        previous  asks for the update before, which may have been given up
+        """
+        if previous is not None and wait([previous], self._config.timeout_s).not_done:
+            raise DeadlineExceeded(
+                f"the engine has not answered update {channel.update - 1} yet. Look at its log, and restart it if it "
+                "hangs"
+            )
         with spans.span("reshard.request"):
             asked = request(engine)
             answer: DistributedUpdateWeightsOutput | Exception
@@ -144,21 +153,19 @@ class UpdateCoordinator:
                 answer = Aborted(answer.message)  # the engine only reports it
         return settlement.outcome(answer)
 
-    def _check_answered(self, channel: TrainerChannel, previous: Future[None] | None) -> None:
-        """Raises DeadlineExceeded if the engine has not answered the update before, which was given up."""
-        if previous is not None and wait([previous], self._config.timeout_s).not_done:
-            raise DeadlineExceeded(
-                f"the engine has not answered update {channel.update - 1} yet. Look at its log, and restart it if it "
-                "hangs"
-            )
-
     def _statuses(self, channel: TrainerChannel) -> list[TrainerStatus]:
         """Waits until all trainer ranks are ready. Raises what any of them raised, and Mismatch if they disagree."""
         outcomes = channel.collect_statuses(self._size, self._config.timeout_s)
         if channel.update > 1:  # every rank has published its status, so every rank has read the last results
             channel.delete_update(channel.update - 1)
         statuses = [outcome.result() for outcome in outcomes]
-        self._check_same_layout(statuses)
+        for rank, status in enumerate(statuses):
+            if status.layout != statuses[0].layout:
+                first, other = (
+                    self._session.get(digest, SourceLayout, "the source layout", self._config.timeout_s)
+                    for digest in (statuses[0].layout, status.layout)
+                )
+                raise Mismatch(first_difference(first, other, rank))
         return statuses
 
     def _request(
@@ -171,7 +178,12 @@ class UpdateCoordinator:
     ) -> DistributedUpdateWeightsReq:
         """Returns the request of an engine, which carries metadata only."""
         tied = tuple(glob.escape(name) for name in published.tied)
-        equal, apart = _judged_heads(statuses)
+        equal: tuple[str, ...] = ()
+        apart: dict[str, str] = {}
+        if any(status.heads for status in statuses):
+            from sglang_reshard.trainer.tied_heads import judged
+
+            equal, apart = judged([status.heads for status in statuses])
         return DistributedUpdateWeightsReq(
             address=self._session.address,
             engine=engine,
@@ -204,51 +216,6 @@ class UpdateCoordinator:
             protocol=PROTOCOL,
             traceparent=spans.traceparent(),
         )
-
-    def _check_same_layout(self, statuses: list[TrainerStatus]) -> None:
-        for rank, status in enumerate(statuses):
-            if status.layout != statuses[0].layout:
-                first, other = (
-                    self._session.get(digest, SourceLayout, "the source layout", self._config.timeout_s)
-                    for digest in (statuses[0].layout, status.layout)
-                )
-                raise Mismatch(first_difference(first, other, rank))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """An engine that was asked to update.
-
-    report  makes the trainer's report of the engine's answer
-    result  the first outcome
-    """
-
-    settlement: Settlement
-    report: Callable[[DistributedUpdateWeightsOutput], UpdateReport]
-    result: Future[Outcome[UpdateReport]] = field(default_factory=Future)
-
-    def settle(self, outcome: Callable[[], DistributedUpdateWeightsOutput]) -> None:
-        try:
-            found = Outcome(self.report(outcome()))
-        except Exception as error:
-            found = Outcome(None, Failure.of(error))
-        with contextlib.suppress(InvalidStateError):  # the first one stays
-            self.result.set_result(found)
-
-    def give_up(self, reason: str) -> None:
-        with contextlib.suppress(TimeoutError):
-            self.result.result(ANSWER_S)  # the engine's own answer says more
-            return
-        self.settle(lambda: self.settlement.outcome(Aborted(reason)))
-
-
-def _judged_heads(statuses: Sequence[TrainerStatus]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """See `trainer.tied_heads.judged`."""
-    if not any(status.heads for status in statuses):
-        return (), {}
-    from sglang_reshard.trainer.tied_heads import judged
-
-    return judged([status.heads for status in statuses])
 
 
 def _offers(statuses: Sequence[TrainerStatus], engine: int) -> tuple[dict[int, bytes], ...]:

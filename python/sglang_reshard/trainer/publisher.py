@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -14,6 +13,7 @@ from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.gpu.runtime import rank_device, runtime, trainer_device
 from sglang_reshard.layout.names import Renaming, ignored_remark, is_embedding
+from sglang_reshard.layout.source_layout import SourceTensor
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.protocol.session import Session, handles_key
 from sglang_reshard.sources import (
@@ -25,11 +25,14 @@ from sglang_reshard.sources import (
     tied_names,
 )
 from sglang_reshard.sources.memory_identity import MemoryIdentity, NamedTensorList, own_memory
-from sglang_reshard.trainer.gathering import Gathering
+from sglang_reshard.trainer.collectives import Gathering
 from sglang_reshard.trainer.stages import Stages
 
 if TYPE_CHECKING:
     from sglang_reshard.trainer.tied_heads import TiedHeads
+
+Weights: TypeAlias = NamedTensors | torch.nn.Module | TrainerState
+Listed: TypeAlias = NamedTensorList | TrainerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +95,10 @@ class ShardPublisher:
         self._heads: TiedHeads | None = None  # of a layout that may have some
         self.heads: dict[str, str] = {}  # see `TiedHeads.compare`, of what was published last
 
+    @garbage_collector_paused()  # until the list that is made here is gone
     def publish(
         self,
-        named_tensors: NamedTensors | torch.nn.Module | TrainerState,
+        named_tensors: Weights,
         *,
         rename: Renaming | None = None,
         gathering: Gathering[str] | None = None,
@@ -112,32 +116,28 @@ class ShardPublisher:
         """
         if self._owns_memory:
             self._memory.begin_update()
-        with garbage_collector_paused():
-            return self._published_now(named_tensors, rename, gathering)
-
-    def _published_now(
-        self,
-        named_tensors: NamedTensors | torch.nn.Module | TrainerState,
-        rename: Renaming | None,
-        gathering: Gathering[str] | None,
-    ) -> PublishedShards:
-        """See `publish`, which collects garbage again when the list that is made here is gone."""
         known, partial, state = self._stages, gathering is not None, None
         other = partial != (known is not None) or rename != self._rename
         self._partial, self._rename = partial, rename
         with gathering or nullcontext():
-            listed = self._listed(named_tensors)
+            listed = named_tensors if isinstance(named_tensors, TrainerState) else as_list(named_tensors, self._rank)
             if self._has_changed(listed, always=other):
                 state = self._described_anew(listed)
-            if gathering is not None:
-                gathering.own = self._own_layout(state)
+            if gathering is not None and state is not None:
+                gathering.own = self._session.put(state.layout)
+            elif gathering is not None and known is not None:  # this rank lists what it did
+                gathering.own = known.listed[self._rank]
         self._stages = None if gathering is None else Stages.of(self._session, gathering.of_all, known)
         if state is None and self._stages is not known:  # others list something else than before
             state = self._described_anew(listed)
         if state is not None:
             whole = state if self._stages is None else state.within(self._stages.layout)
             self._published = self._publish(whole)
-            self._heads = _tied_heads(whole, self._rank)
+            self._heads = None
+            if found := list(heads(whole.layout)):
+                from sglang_reshard.trainer.tied_heads import TiedHeads
+
+                self._heads = TiedHeads.of(whole, self._rank, found)
             self._compare_heads(whole)
             if isinstance(listed, TrainerState):
                 self._read = listed
@@ -152,26 +152,19 @@ class ShardPublisher:
         self._compare_heads(listed)
         return self._published
 
-    def _compare_heads(self, listed: NamedTensorList | TrainerState) -> None:
+    def _compare_heads(self, listed: Listed) -> None:
         self.heads = {} if self._heads is None else self._heads.compare(_inputs(listed, self._heads.inputs))
 
-    def shards(self, named_tensors: NamedTensors | torch.nn.Module | TrainerState) -> tuple[torch.Tensor, ...]:
+    def shards(self, named_tensors: Weights) -> tuple[torch.Tensor, ...]:
         """Returns the shards that were published last, in the layout's order."""
         state = self._described(named_tensors)
         return (state if self._stages is None else state.within(self._stages.layout)).shards
 
-    def _own_layout(self, state: TrainerState | None) -> str:
-        """Returns the content hash of this rank's layout, which is published; `state` is None if it is as before."""
-        if state is not None:
-            return self._session.put(state.layout)
-        assert self._stages is not None
-        return self._stages.listed[self._rank]
-
-    def _described_anew(self, listed: NamedTensorList | TrainerState) -> TrainerState:
+    def _described_anew(self, listed: Listed) -> TrainerState:
         self._changes = self._read = None
         return self._described(listed)
 
-    def _described(self, named_tensors: NamedTensors | torch.nn.Module | TrainerState) -> TrainerState:
+    def _described(self, named_tensors: Weights) -> TrainerState:
         if isinstance(named_tensors, TrainerState):
             return named_tensors
         return describe(
@@ -191,10 +184,7 @@ class ShardPublisher:
             self._memory.close()
         self._changes = self._read = None
 
-    def _listed(self, named_tensors: NamedTensors | torch.nn.Module | TrainerState) -> NamedTensorList | TrainerState:
-        return named_tensors if isinstance(named_tensors, TrainerState) else as_list(named_tensors, self._rank)
-
-    def _has_changed(self, tensors: NamedTensorList | TrainerState, always: bool) -> bool:
+    def _has_changed(self, tensors: Listed, always: bool) -> bool:
         """Returns False if the tensors are those published last, unless `always` is set."""
         if isinstance(tensors, TrainerState):
             unchanged = tensors is self._read
@@ -227,18 +217,24 @@ class ShardPublisher:
         return published
 
 
-def _tied_heads(state: TrainerState, trainer_rank: int) -> TiedHeads | None:
-    """Returns what may be an embedding's copy; None if no other matrix outside of the layers has its shape."""
-    matrices = [(tensor.name, tensor.shape) for tensor in state.layout.tensors if len(tensor.shape) == 2]
-    outside = Counter(shape for name, shape in matrices if not any(map(str.isdigit, name.split("."))))
-    if not any(outside[shape] > 1 for name, shape in matrices if is_embedding(name)):
-        return None
-    from sglang_reshard.trainer.tied_heads import TiedHeads
+def heads(layout: SourceLayout) -> Iterator[tuple[SourceTensor, SourceTensor, int, int]]:
+    """Yields tensors outside of layers with the shape of an embedding, that embedding, and their numbers."""
+    embeddings: dict[tuple[int, ...], int] = {}
+    outside = [
+        (number, tensor)
+        for number, tensor in enumerate(layout.tensors)
+        if len(tensor.shape) == 2 and not any(map(str.isdigit, tensor.name.split(".")))
+    ]
+    for number, tensor in outside:
+        if is_embedding(tensor.name):
+            embeddings.setdefault(tensor.shape, number)
+    for number, tensor in outside:
+        of = embeddings.get(tensor.shape, number)
+        if of != number:
+            yield tensor, layout.tensors[of], number, of
 
-    return TiedHeads.of(state, trainer_rank)
 
-
-def _inputs(listed: NamedTensorList | TrainerState, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
+def _inputs(listed: Listed, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
     """Returns the local tensors of the inputs of these numbers."""
     if isinstance(listed, TrainerState):
         found = {number: listed.inputs[number] for number in numbers}
@@ -246,7 +242,7 @@ def _inputs(listed: NamedTensorList | TrainerState, numbers: Sequence[int]) -> d
     return {number: own_memory(listed[number][1]) for number in numbers}
 
 
-def _end_work(listed: NamedTensorList | TrainerState, devices: tuple[torch.device, ...]) -> None:
+def _end_work(listed: Listed, devices: tuple[torch.device, ...]) -> None:
     """Waits for work on the shards: for that which is known of, or for all of the devices."""
     if isinstance(listed, TrainerState) and listed.work is not None:
         listed.work.wait()

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_reshard.layout.names import is_embedding
 from sglang_reshard.layout.regions import Box, Region, split
-from sglang_reshard.layout.source_layout import SourceLayout, SourceTensor
+from sglang_reshard.layout.source_layout import SourceTensor
 from sglang_reshard.sources import TrainerState, tied_names
 
 _FIRST_CHUNK, _CHUNK = 1 << 12, 1 << 24  # elements that are compared at a time
@@ -47,6 +46,9 @@ class _Pair:
     refusal: str = ""
 
 
+Head = tuple[SourceTensor, SourceTensor, int, int]  # a tensor, the embedding whose shape it has, and their numbers
+
+
 @dataclass(frozen=True, slots=True)
 class TiedHeads:
     """The heads that one trainer rank compares with their embeddings. Refers to no memory.
@@ -58,10 +60,9 @@ class TiedHeads:
     inputs: tuple[int, ...]
 
     @classmethod
-    def of(cls, state: TrainerState, trainer_rank: int) -> TiedHeads:
-        """Finds the heads among a state's tensors, without those that are their embedding's memory."""
-        found = list(heads(state.layout))
-        tied = tied_names(state.layout, state.shards) if found else {}
+    def of(cls, state: TrainerState, trainer_rank: int, found: Sequence[Head]) -> TiedHeads:
+        """Returns those of the state's heads that are not their embedding's memory. `found`: see `publisher.heads`."""
+        tied = tied_names(state.layout, state.shards)
         pairs = tuple(_pair(state, trainer_rank, *pair) for pair in found if pair[0].name not in tied)
         used = sorted({view.number for pair in pairs for both in pair.views for view in both})
         return cls(pairs, tuple(used))
@@ -90,23 +91,6 @@ def judged(of_ranks: Sequence[Mapping[str, str]]) -> tuple[tuple[str, ...], dict
                 apart.setdefault(name, f"trainer rank {rank}: {name} {why}")
     names = dict.fromkeys(name for found in of_ranks for name in found)
     return tuple(glob.escape(name) for name in names if name not in apart), apart
-
-
-def heads(layout: SourceLayout) -> Iterator[tuple[SourceTensor, SourceTensor, int, int]]:
-    """Yields tensors outside of layers with the shape of an embedding, that embedding, and their numbers."""
-    embeddings: dict[tuple[int, ...], int] = {}
-    outside = [
-        (number, tensor)
-        for number, tensor in enumerate(layout.tensors)
-        if len(tensor.shape) == 2 and not any(map(str.isdigit, tensor.name.split(".")))
-    ]
-    for number, tensor in outside:
-        if is_embedding(tensor.name):
-            embeddings.setdefault(tensor.shape, number)
-    for number, tensor in outside:
-        of = embeddings.get(tensor.shape, number)
-        if of != number:
-            yield tensor, layout.tensors[of], number, of
 
 
 def _pair(state: TrainerState, rank: int, tensor: SourceTensor, of: SourceTensor, number: int, of_number: int) -> _Pair:

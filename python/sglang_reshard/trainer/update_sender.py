@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 import torch
 
+from sglang_reshard import tasks
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
 from sglang_reshard.landings import explained
 from sglang_reshard.layout.names import is_mapping
@@ -27,15 +28,14 @@ from sglang_reshard.protocol.messages import Failure, Outcome, TrainerStatus
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import TrainerChannel
 from sglang_reshard.routes import options_around, shared_state
-from sglang_reshard.sources import NamedTensors, TrainerState
+from sglang_reshard.sources import TrainerState
+from sglang_reshard.trainer.collectives import Gathering
 from sglang_reshard.trainer.coordinator import Send, UpdateCoordinator
-from sglang_reshard.trainer.engine_transfers import Shards
-from sglang_reshard.trainer.gathering import Gathering
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
-from sglang_reshard.trainer.publisher import PublishedShards, ShardPublisher
-from sglang_reshard.trainer.worker import TrainerWorker
+from sglang_reshard.trainer.publisher import PublishedShards, ShardPublisher, Weights
+from sglang_reshard.trainer.worker import Shards, TrainerWorker
 
-T = TypeVar("T", bound=NamedTensors | torch.nn.Module | TrainerState)
+T = TypeVar("T", bound=Weights)
 logger = get_logger(__name__)
 
 
@@ -93,9 +93,7 @@ class UpdateSender:
                 self._session.end_engine(engine)
         self._engines = tuple(engines)
 
-    def update_engines(
-        self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, options: UpdateOptions
-    ) -> dict[int, UpdateReport | ReshardError]:
+    def update_engines(self, named_tensors: Weights, options: UpdateOptions) -> dict[int, UpdateReport | ReshardError]:
         """Updates all engines at the same time. Collective; for tensors, options and errors see `WeightSender.update`.
 
         Returns engine -> its report, or why it was not updated. Raises what concerns all engines, on every trainer
@@ -157,9 +155,7 @@ class UpdateSender:
         if cancelled and (channel := self._channel) is not None:
             channel.abort(self._cancelled)
 
-    def _run_update(
-        self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, options: UpdateOptions
-    ) -> dict[int, UpdateReport | ReshardError]:
+    def _run_update(self, named_tensors: Weights, options: UpdateOptions) -> dict[int, UpdateReport | ReshardError]:
         started = time.perf_counter()
         self._update += 1
         rank_name, session = f"trainer rank {self._rank}", self._session.address.session
@@ -169,7 +165,8 @@ class UpdateSender:
                 published, shards = self._publish(channel, named_tensors, options)
                 coordinated = None
                 if self._coordinator is not None:
-                    coordinated = self._coordinator.begin(channel, published, options, started)
+                    run = functools.partial(self._coordinator.run, channel, published, options, started)
+                    coordinated = tasks.start("coordinator", run)  # this rank executes commands like all others
                 results = self._worker.run(channel, published, shards)
                 if coordinated is not None:
                     results = coordinated.result()
@@ -190,14 +187,19 @@ class UpdateSender:
         """Returns the outcomes that the trainer ranks can add to. Collective."""
         errors = {engine: error for engine, error in outcomes.items() if isinstance(error, ReshardError)}
         if errors:
-            exchange = functools.partial(self._exchange, f"disagreement/{self._update}")
+            name, size = f"disagreement/{self._update}", len(self._global_ranks)
+
+            def exchange(own: bytes) -> list[bytes]:
+                return self._session.client.all_gather(name, self._rank, size, own, self._timeout_s)
+
             source = published.source, shards, self._rank
             errors = explained(errors, *source, self._update, exchange, options.partial)
-        return {e: _with(published.remark, told) for e, told in outcomes.items() if published.remark} | errors
-
-    def _exchange(self, name: str, own: bytes) -> list[bytes]:
-        """Returns what each trainer rank passes. Collective."""
-        return self._session.client.all_gather(name, self._rank, len(self._global_ranks), own, self._timeout_s)
+        remarked = {
+            engine: msgspec.structs.replace(told, message="; ".join(filter(None, (published.remark, told.message))))
+            for engine, told in outcomes.items()
+            if published.remark and isinstance(told, UpdateReport)
+        }
+        return remarked | errors
 
     def _note(self, outcomes: Mapping[int, UpdateReport | ReshardError], span: Any) -> None:
         """Logs what has succeeded, and adds all outcomes to the update's span."""
@@ -263,7 +265,7 @@ class UpdateSender:
     def _publish(
         self,
         channel: TrainerChannel,
-        named_tensors: NamedTensors | torch.nn.Module | TrainerState,
+        named_tensors: Weights,
         options: UpdateOptions,
     ) -> tuple[PublishedShards | None, Shards]:
         """Publishes what has changed about this rank's shards, and its status for rank 0.
@@ -293,13 +295,6 @@ class UpdateSender:
                 logger.exception("trainer rank %d cannot participate in update %d", self._rank, self._update)
         channel.publish_status(self._rank, status)
         return published, functools.partial(self._publisher.shards, named_tensors)
-
-
-def _with(remark: str, outcome: UpdateReport | ReshardError) -> UpdateReport | ReshardError:
-    """Returns the outcome with this rank's remark, if it is a report."""
-    if not isinstance(outcome, UpdateReport):
-        return outcome
-    return msgspec.structs.replace(outcome, message="; ".join(filter(None, (remark, outcome.message))))
 
 
 def repeatable(named_tensors: T) -> T:

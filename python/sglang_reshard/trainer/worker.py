@@ -1,7 +1,13 @@
 """Executes the commands of engines on one trainer rank, until trainer rank 0 reports the results.
 
 Engine ranks that can read this rank's memory do so without a command: then a trainer rank only waits for the results,
-unless the update is verified. Commands of several engines are executed at the same time.
+unless the update is verified. Commands of several engines are executed at the same time. Each engine's, in order:
+
+    Prepare  make this rank's end of the route, and report ready
+    Connect  connect to the engine ranks
+    Start    send
+
+The end is kept, so that the next update needs only `Start`, or nothing if engine ranks read by themselves.
 """
 
 from __future__ import annotations
@@ -10,25 +16,36 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from sglang_reshard import tasks
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
-from sglang_reshard.landings import responder
-from sglang_reshard.landings.base import Responder
+from sglang_reshard.landings import trainer_checks
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import (
+    Command,
+    Connect,
     EngineCommand,
+    Failure,
+    Prepare,
     Question,
+    Start,
     UpdateResults,
-    name_rank,
 )
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import EngineScope, TrainerChannel
-from sglang_reshard.trainer.engine_transfers import EngineTransfers, Shards
+from sglang_reshard.routes import trainer_end
+from sglang_reshard.routes.base import Meeting, TrainerEnd, TrainerSide
 from sglang_reshard.trainer.publisher import PublishedShards
 
+if TYPE_CHECKING:
+    from sglang_reshard.landings import TrainerChecks
+
 logger = get_logger(__name__)
+Shards = Callable[[], Sequence[torch.Tensor]]  # returns this rank's, in the layout's order
 
 
 class TrainerWorker:
@@ -47,7 +64,7 @@ class TrainerWorker:
         self._shared = shared
         self._engines: tuple[int, ...] = ()
         self._transfers: dict[int, EngineTransfers] = {}  # of engines that have sent commands
-        self._responders: dict[str, Responder] = {}  # of landings that have asked, by their names
+        self._checks: TrainerChecks | None = None  # once a landing has asked
 
     def set_engines(self, engines: Iterable[int]) -> None:
         """Sets the engines of further updates, by their numbers."""
@@ -72,19 +89,44 @@ class TrainerWorker:
         Raises Aborted if no results arrive, and Mismatch if the shards have changed since a landing was answered, where
         peers could write to them.
         """
-        commands = _EngineCommands(self._of, channel, published, shards, self._rank)
-        results, asked = None, set[str]()
+        given = functools.partial(_published, published, self._rank)
+        scopes: dict[int, EngineScope] = {}  # of engines that have sent commands
+        threads: dict[int, ThreadPoolExecutor] = {}  # one engine's commands are executed in order
+        results, asked = None, False
+
+        def execute(message: EngineCommand) -> None:
+            scope = scopes[message.engine]
+            try:
+                self._of(message.engine).execute(scope, message.command, given(), shards)
+            except Aborted:
+                pass  # the results report it
+            except Exception as error:
+                if not isinstance(error, ReshardError):
+                    logger.exception("trainer rank %d failed in update %d", self._rank, channel.update)
+                scope.abort_because(error, Failure.on(self._rank, error).message)
+
         try:
-            with commands:
+            with ExitStack() as stack:  # its end waits for what is executed, which the end of an engine's update ends
                 for message in channel.messages(self._timeout_s):
                     if isinstance(message, UpdateResults):
                         results = message
                     elif isinstance(message.command, Question):
-                        asked.add(message.command.landing)
-                        given = functools.partial(_published, published, self._rank)
-                        self._responder_to(message.command).answer(channel, message.command, given, shards)
-                    elif message.engine in self._engines:  # else it has been left out
-                        commands.execute(message, alone=len(self._engines) == 1)
+                        asked = True
+                        if self._checks is None:
+                            self._checks = trainer_checks(self._session, self._rank, self._size, self._timeout_s)
+                        self._checks.answer(channel, message.command, given, shards)
+                    elif (engine := message.engine) in self._engines:  # else it has been left out
+                        if engine not in scopes:
+                            scopes[engine] = scope = channel.engine(engine)
+                            scope.on_abort(self._of(engine).abort)
+                            stack.callback(scope.leave)
+                        if len(self._engines) == 1:
+                            execute(message)
+                            continue
+                        if engine not in threads:
+                            threads[engine] = ThreadPoolExecutor(1, f"{tasks.PREFIX} engine {engine}")
+                            stack.enter_context(threads[engine])
+                        threads[engine].submit(tasks.carried(execute), message)
         except BaseException:
             self.release()
             raise
@@ -93,11 +135,11 @@ class TrainerWorker:
             result = results.of.get(engine)
             if result is not None and result.failure is None:
                 transfers.commit(channel.update)
-            elif engine in commands.called:
+            elif engine in scopes:
                 transfers.release()
-        for landing in asked:
+        if asked and self._checks is not None:
             writable = any(transfers.writable_bytes for transfers in self._transfers.values())
-            self._responders[landing].end(channel.update, writable)
+            self._checks.end(channel.update, writable)
         return results
 
     def _of(self, engine: int) -> EngineTransfers:
@@ -107,83 +149,125 @@ class TrainerWorker:
             )
         return self._transfers[engine]
 
-    def _responder_to(self, question: Question) -> Responder:
-        if question.landing not in self._responders:
-            made = responder(question.landing, self._session, self._rank, self._size, self._timeout_s)
-            self._responders[question.landing] = made
-        return self._responders[question.landing]
-
     def release(self) -> None:
         """Drops connections, buffers, and the views that keep the shards' memory."""
-        for one in self._responders.values():
-            one.release()
+        if self._checks is not None:
+            self._checks.release()
         for transfers in self._transfers.values():
             transfers.release()
-
-
-class _EngineCommands:
-    """Executes the commands of one update: one engine's in order, and those of several engines at the same time.
-
-    called  engines that have sent any
-    """
-
-    def __init__(
-        self,
-        transfers: Callable[[int], EngineTransfers],
-        channel: TrainerChannel,
-        published: PublishedShards | None,
-        shards: Shards,
-        trainer_rank: int,
-    ) -> None:
-        self._transfers_to, self._channel, self._published, self._shards = transfers, channel, published, shards
-        self._rank = trainer_rank
-        self._transfers: dict[int, EngineTransfers] = {}
-        self._threads: dict[int, ThreadPoolExecutor] = {}
-        self._scopes: dict[int, EngineScope] = {}
-        self._stack = ExitStack()
-
-    @property
-    def called(self) -> Sequence[int]:
-        return tuple(self._scopes)
-
-    def __enter__(self) -> None:
-        self._stack.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        """Waits for the commands that are being executed, which the end of an engine's update ends."""
-        self._stack.close()
-
-    def execute(self, message: EngineCommand, *, alone: bool) -> None:
-        """Executes a command, in this thread if the engine is `alone`, and else in one of the engine's own."""
-        engine = message.engine
-        if engine not in self._scopes:
-            self._transfers[engine] = transfers = self._transfers_to(engine)
-            self._scopes[engine] = scope = self._channel.engine(engine)
-            scope.on_abort(transfers.abort)
-            self._stack.callback(scope.leave)
-        if alone:
-            self._execute(message)
-            return
-        if engine not in self._threads:
-            self._threads[engine] = ThreadPoolExecutor(1, f"{tasks.PREFIX} engine {engine}")
-            self._stack.enter_context(self._threads[engine])
-        self._threads[engine].submit(tasks.carried(self._execute), message)
-
-    def _execute(self, message: EngineCommand) -> None:
-        scope = self._scopes[message.engine]
-        try:
-            published = _published(self._published, self._rank)
-            self._transfers[message.engine].execute(scope, message.command, published, self._shards)
-        except Aborted:
-            pass  # the results report it
-        except Exception as error:
-            if not isinstance(error, ReshardError):
-                logger.exception("trainer rank %d failed in update %d", self._rank, scope.update)
-            description = str(error) if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
-            scope.abort_because(error, name_rank(self._rank, description))
 
 
 def _published(published: PublishedShards | None, trainer_rank: int) -> PublishedShards:
     if published is None:
         raise Mismatch(f"trainer rank {trainer_rank} has published nothing that it could send")
     return published
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """An end that is kept between updates.
+
+    shards, pages  `PublishedShards.identity` and `PublishedShards.pages`
+    """
+
+    command: Prepare
+    shards: tuple[object, ...]
+    pages: tuple[object, ...]
+    end: TrainerEnd
+    connected: bool = False
+
+
+class EngineTransfers:
+    """One trainer rank's side of the transfers to one engine. Commands of one engine are executed one at a time."""
+
+    def __init__(
+        self,
+        session: Session,
+        engine: int,
+        trainer_rank: int,
+        shared: Mapping[str, Any],
+        engines: Callable[[], int] = lambda: 1,
+    ) -> None:
+        """
+        shared   by the name of a route, what its ends share among all engines of the session
+        engines  returns how many are updated at the same time
+        """
+        self._session, self._engine, self._rank, self._shared = session, engine, trainer_rank, shared
+        self._engines = engines
+        self._kept: dict[str, Any] = {}
+        self._prepared: _Prepared | None = None
+
+    def prepared_transfer(self, published: PublishedShards) -> str:
+        """Returns the transfer that is prepared for these shards; empty if there is none.
+
+        One for other shards is kept until the next `Prepare`: an update that is refused for its names is followed by
+        one with the right ones.
+        """
+        prepared = self._prepared
+        if prepared is None or not prepared.connected:
+            return ""
+        if prepared.end.holds_pages and prepared.pages != published.pages:
+            return ""
+        return prepared.command.transfer if prepared.shards == published.identity else ""
+
+    @property
+    def writable_bytes(self) -> int:
+        """Bytes of this rank's memory that engine ranks could write to."""
+        return self._prepared.end.writable_bytes if self._prepared is not None else 0
+
+    def offer(self, published: PublishedShards, update: int) -> dict[int, bytes] | None:
+        """Returns by engine rank what it can take instead of all weights; None if the engine needs all."""
+        if not self.prepared_transfer(published) or self._prepared is None:
+            return None
+        return self._prepared.end.offer(update)
+
+    def commit(self, update: int) -> None:
+        """The engine has the weights of `update`. A failure here does not fail an update."""
+        if self._prepared is not None:
+            self._prepared.end.commit(update)
+
+    def execute(self, scope: EngineScope, command: Command, published: PublishedShards, shards: Shards) -> None:
+        if isinstance(command, Prepare):
+            self.release()
+            self._prepared = self._prepare(command, published, shards())
+            scope.report_ready(self._rank)
+        elif (prepared := self._prepared) is None:
+            return  # Prepare failed, which has aborted the update
+        elif isinstance(command, Connect):
+            prepared.end.connect(Meeting(self._session, scope.scope, scope.update))
+            prepared.connected = True
+        elif isinstance(command, Start):
+            if command.transfer != prepared.command.transfer or not prepared.connected:
+                raise Mismatch(
+                    f"trainer rank {self._rank} was asked to start transfer {command.transfer!r}, but has prepared "
+                    f"{prepared.command.transfer!r}. This is a bug; please report it"
+                )
+            prepared.end.start(command.taken)
+
+    def release(self) -> None:
+        """Drops connections, buffers, and the views that keep the shards' memory."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared.end.close()
+
+    def abort(self, _reason: str) -> None:
+        """Ends this rank's waits for the engine's ranks. Called from another thread."""
+        prepared = self._prepared
+        if prepared is not None:
+            prepared.end.abort()
+
+    def _prepare(self, command: Prepare, published: PublishedShards, shards: Sequence[torch.Tensor]) -> _Prepared:
+        side = TrainerSide(
+            session=self._session,
+            engine=self._engine,
+            trainer_rank=self._rank,
+            layout=published.source,
+            identity=published.identity,
+            shards=shards,
+            transfer=command.transfer,
+            timeout_s=command.timeout_s,
+            kept=self._kept,
+            shared=self._shared,
+            engines=self._engines(),
+        )
+        return _Prepared(command, published.identity, published.pages, trainer_end(side, command))

@@ -18,7 +18,7 @@ from architecture_cases import RESULTS
 from architectures import Architecture, generation
 from examination import built, said, specs_of
 from rank_jobs import run_jobs
-from sglang_reshard.engine.target_planning import LoaderNames
+from sglang_reshard.engine.targets import LoaderNames
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.selftest.digests import digests
 from sglang_reshard.trace.stock_load import EngineStart

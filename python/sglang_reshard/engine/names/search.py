@@ -18,8 +18,7 @@ import numpy as np
 
 from sglang_reshard.engine.context import UpdateContext
 from sglang_reshard.engine.names.parts import Part, Tried, is_adapter, parts_of, placed, rename_of, unwrapped
-from sglang_reshard.engine.target_planning import LoaderNames
-from sglang_reshard.engine.targets import Target
+from sglang_reshard.engine.targets import LoaderNames, Target
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.names import held_back, matches_any
 from sglang_reshard.layout.source_layout import SourceLayout

@@ -33,8 +33,13 @@ from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.layout.union import union
 from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES
 from sglang_reshard.routes.p2p.messages import SendRequest, round_bytes
-from sglang_reshard.trainer.collectives import broadcast_message, require_cpu_backend, translated_errors
-from sglang_reshard.trainer.gathering import gather, gathering
+from sglang_reshard.trainer.collectives import (
+    broadcast_message,
+    gather,
+    gathering,
+    require_cpu_backend,
+    translated_errors,
+)
 
 
 def reshard(

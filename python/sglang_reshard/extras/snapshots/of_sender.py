@@ -31,7 +31,7 @@ from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.publication import next_publication
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import NamedTensors, TrainerState, describe
-from sglang_reshard.trainer.gathering import Gathering
+from sglang_reshard.trainer.collectives import Gathering
 from sglang_reshard.trainer.options import UpdateOptions
 from sglang_reshard.trainer.stages import Stages
 from sglang_reshard.trainer.update_sender import repeatable

@@ -32,7 +32,7 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, LoadSn
 from sglang_reshard.protocol.session import LOOPBACK, Session
 from sglang_reshard.protocol.validation import check_request
 from sglang_reshard.routes.disk.messages import DiskFile, DiskFiles, put_files
-from sglang_reshard.trainer.tied_heads import heads
+from sglang_reshard.trainer.publisher import heads
 from sglang_reshard.version import PROTOCOL, __version__
 
 _UPDATE = 1  # the only one of a session

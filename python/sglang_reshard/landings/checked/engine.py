@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.landings.base import Landing, LandingAround, Update
-from sglang_reshard.landings.checked.messages import CHANGED_UNDER_WAY, LANDING, ChecksAsk, Checksums
+from sglang_reshard.landings.base import Landing, LandingAround
+from sglang_reshard.landings.checked.messages import CHANGED_UNDER_WAY, ChecksAsk, Checksums
 from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.landings.checked.target import TargetChecksums
 from sglang_reshard.landings.checked.whole_model import with_kept
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Question, encode
 from sglang_reshard.protocol.session import Session
+
+if TYPE_CHECKING:
+    from sglang_reshard.engine.context import UpdateContext
 
 
 class Checked(LandingAround):
@@ -44,13 +48,13 @@ class Checked(LandingAround):
     def told(self, of_ranks: tuple[str, ...], kept: tuple[str, ...]) -> None:
         self._of_ranks, self._kept = of_ranks, kept
 
-    def begin(self, update: Update) -> None:
+    def begin(self, update: UpdateContext) -> None:
         if update.rank == 0:  # asks for all
             update.channel.ask(self._question(update.request))
         self._checksums.begin(_selection(update.request))
         super().begin(update)
 
-    def check(self, update: Update) -> str:
+    def check(self, update: UpdateContext) -> str:
         """The digest is known on engine rank 0, and only if all weights were compared, in full."""
         request = update.request
         actual = self._checksums.compute(_selection(request))
@@ -64,7 +68,7 @@ class Checked(LandingAround):
         return with_kept(expected.model, self._kept) if update.rank == 0 and request.verify == "full" else ""
 
     def _question(self, request: DistributedUpdateWeightsReq) -> Question:
-        return Question(LANDING, encode(ChecksAsk(self._of_ranks, _selection(request), self._names)))
+        return Question(encode(ChecksAsk(self._of_ranks, _selection(request), self._names)))
 
 
 def _selection(request: DistributedUpdateWeightsReq) -> Selection:

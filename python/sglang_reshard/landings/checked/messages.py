@@ -9,7 +9,6 @@ from sglang_reshard.landings.checked import whole_model
 from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.landings.checked.source import PartialChecksums
 
-LANDING = "checked"
 # Of weights that are not the trainer's. Trainer ranks replace it if they hold different values themselves.
 CHANGED_UNDER_WAY = "Repeat the update; if it happens again, suspect this host's memory or its network"
 

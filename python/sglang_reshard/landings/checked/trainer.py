@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
-from sglang_reshard.landings.base import Published, Responder
 from sglang_reshard.landings.checked.messages import ChecksAsk, Checksums, summed
 from sglang_reshard.landings.checked.regions import RegionSet, Selection
 from sglang_reshard.landings.checked.source import PartialChecksums, SourceChecksums
 from sglang_reshard.layout.names import renamed
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.protocol.messages import Failure, Outcome, Question
+from sglang_reshard.protocol.messages import Failure, Outcome, Question, decode
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import TrainerChannel
 
+if TYPE_CHECKING:
+    from sglang_reshard.trainer.publisher import PublishedShards
+
 logger = get_logger(__name__)
 # What checksums were computed for: content hashes of the regions of all engine ranks and of names, and
-# `Published.identity`.
+# `PublishedShards.identity`.
 _Key = tuple[tuple[str, ...], str, tuple[object, ...]]
 
 
-class TrainerChecks(Responder):
+class TrainerChecks:
     """Answers on one trainer rank, of `size`. Keeps checksums, and the views that they are of, between updates."""
 
     def __init__(self, session: Session, trainer_rank: int, size: int, timeout_s: float) -> None:
@@ -37,12 +40,12 @@ class TrainerChecks(Responder):
         self,
         channel: TrainerChannel,
         question: Question,
-        published: Callable[[], Published],
+        published: Callable[[], PublishedShards],
         shards: Callable[[], Sequence[torch.Tensor]],
     ) -> None:
         """Computes checksums. On trainer rank 0, also those of all trainer ranks together, for the engines."""
         try:
-            ask = question.asked(ChecksAsk)
+            ask = decode(question.message, ChecksAsk)
             checksums = self._checksums(ask, published(), shards)
             found = checksums.compute(ask.selection)
             self._answered.append((checksums, ask.selection, found))
@@ -82,7 +85,7 @@ class TrainerChecks(Responder):
 
     def _answer_all(self, channel: TrainerChannel, question: Question, own: Outcome[PartialChecksums]) -> None:
         """Answers the engines with the sums of all trainer ranks' parts, or with the failure of one."""
-        engine_ranks = len(question.asked(ChecksAsk).regions)
+        engine_ranks = len(decode(question.message, ChecksAsk).regions)
         try:
             others = channel.collect_parts(question, PartialChecksums, self._size, self._timeout_s)
             answers = [Outcome(sums) for sums in summed([part.result() for part in (own, *others)], engine_ranks)]
@@ -93,7 +96,7 @@ class TrainerChecks(Responder):
         channel.put_answers(question, answers)
 
     def _checksums(
-        self, ask: ChecksAsk, published: Published, shards: Callable[[], Sequence[torch.Tensor]]
+        self, ask: ChecksAsk, published: PublishedShards, shards: Callable[[], Sequence[torch.Tensor]]
     ) -> SourceChecksums:
         key = ask.regions, ask.names, published.identity
         if key not in self._used:
@@ -102,7 +105,7 @@ class TrainerChecks(Responder):
             self._used[key] = self._known[key]
         return self._used[key]
 
-    def _compute(self, ask: ChecksAsk, published: Published, shards: Sequence[torch.Tensor]) -> SourceChecksums:
+    def _compute(self, ask: ChecksAsk, published: PublishedShards, shards: Sequence[torch.Tensor]) -> SourceChecksums:
         regions: dict[str, RegionSet] = {}
         for rank, digest in enumerate(ask.regions):
             if digest not in regions:
@@ -113,6 +116,3 @@ class TrainerChecks(Responder):
             what = "the names that the engine's loader reads"
             source = renamed(source, self._session.get(ask.names, tuple[str, ...], what, self._timeout_s))
         return SourceChecksums(source, shards, self._rank, [regions[digest] for digest in ask.regions])
-
-
-responder = TrainerChecks
