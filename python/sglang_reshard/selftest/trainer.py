@@ -11,8 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -186,13 +185,15 @@ def _is_stacked(name: str) -> bool:
 
 def _experts(name: str, stacked: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Returns the experts' tensors of a stacked one, under the names of a checkpoint: those that this rank holds."""
-    first = 0
+    numbers = list(range(stacked.shape[0]))
     if isinstance(stacked, DTensor):
-        _, (first, *_) = compute_local_shape_and_global_offset(stacked.shape, stacked.device_mesh, stacked.placements)
-        stacked = stacked.to_local()
+        mine = distribute_tensor(
+            torch.arange(stacked.shape[0]), _on_hosts(stacked.device_mesh), stacked.placements, src_data_rank=None
+        )
+        numbers, stacked = mine.to_local().tolist(), stacked.to_local()
     prefix, _, kind = name.rpartition(".")
     return [
-        (f"{prefix}.{first + number}.{part}.weight", rows)
-        for number, expert in enumerate(stacked.detach())
+        (f"{prefix}.{number}.{part}.weight", rows)
+        for number, expert in zip(numbers, stacked.detach(), strict=True)
         for part, rows in zip(_STACKED[kind], expert.chunk(len(_STACKED[kind])), strict=True)
     ]
