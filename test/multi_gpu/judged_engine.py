@@ -12,10 +12,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmark.one_gpu.rank import ON_GPU
 from configurations import GPUS, TRAINERS, Engine, Layout
 from sglang_reshard import VerlEngine, WeightSender
 from sglang_reshard.selftest.digests import LOADER, Digests, differing, read_live_digests
+from sglang_reshard.selftest.engines import ON_GPUS
 from sglang_reshard.testing import cpu_host
 from sglang_reshard.trainer.collectives import on_first_rank
 from sharded_trainer import VERSIONS, Trainer, save_checkpoint
@@ -121,7 +121,7 @@ class JudgedEngine:
         server_args = {"skip_tokenizer_init": True, "context_length": 1200, "custom_weight_loader": [LOADER]}
         server_args |= {"dtype": "bfloat16", "log_level": "warning", **self.configuration.server_args}
         if GPUS:
-            server_args |= {**ON_GPU, "mem_fraction_static": 0.3, "base_gpu_id": self.configuration.first_gpu}
+            server_args |= {**ON_GPUS, "mem_fraction_static": 0.3, "base_gpu_id": self.configuration.first_gpu}
         else:
             cpu_host.activate(self.configuration.tp_size)
             server_args = cpu_host.engine_arguments(**server_args)

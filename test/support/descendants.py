@@ -45,6 +45,7 @@ def run(command: list[str], environment: dict[str, str], folder: Path, log: Path
             stderr=out,
             start_new_session=True,
         )
+        family.command = process.pid
         try:
             while process.poll() is None:
                 family.census()
@@ -63,6 +64,7 @@ class _Family:
         self._strangers = set(psutil.Process().children(recursive=True))
         self._watch = Watch()
         self._next = 0.0
+        self.command = 0
 
     def members(self) -> set[psutil.Process]:
         return set(psutil.Process().children(recursive=True)) - self._strangers
@@ -71,8 +73,16 @@ class _Family:
         """What they have mapped has to be asked while they live."""
         if time.monotonic() < self._next:
             return
+        self._reap()
         self._watch.look(member.pid for member in self.members())
         self._next = time.monotonic() + _CENSUS_EVERY_S
+
+    def _reap(self) -> None:
+        """Lets those end that this process has adopted: whoever waits for them cannot."""
+        for child in set(psutil.Process().children()) - self._strangers:
+            with contextlib.suppress(psutil.Error, ChildProcessError):
+                if child.pid != self.command and child.status() == psutil.STATUS_ZOMBIE:
+                    os.waitpid(child.pid, os.WNOHANG)
 
     def end(self, process: subprocess.Popen[bytes]) -> None:
         self._next = 0.0

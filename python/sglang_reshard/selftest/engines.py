@@ -18,6 +18,13 @@ from sglang_reshard.selftest.job import Run
 from sglang_reshard.testing import cpu_host
 
 START_S = 300.0
+ON_GPUS = {
+    "enable_memory_saver": True,
+    "max_total_tokens": 4096,
+    "cuda_graph_max_bs": 4,
+    "attention_backend": "triton",  # needs the fewest compiled kernels
+    "sampling_backend": "pytorch",
+}
 
 
 def arguments(run: Run, model: Path) -> dict[str, Any]:
@@ -34,16 +41,8 @@ def arguments(run: Run, model: Path) -> dict[str, Any]:
     }
     if run.device == "cpu":
         return cpu_host.engine_arguments(**given)
-    on_gpus = {
-        "base_gpu_id": run.engine_gpus[0],
-        "enable_memory_saver": True,
-        "mem_fraction_static": 0.4 if run.colocated else 0.8,
-        "max_total_tokens": 4096,
-        "cuda_graph_max_bs": 4,
-        "attention_backend": "triton",  # needs the fewest compiled kernels
-        "sampling_backend": "pytorch",
-    }
-    return given | on_gpus | run.engine
+    own = {"base_gpu_id": run.engine_gpus[0], "mem_fraction_static": 0.4 if run.colocated else 0.8}
+    return given | ON_GPUS | own | run.engine
 
 
 def start(run: Run, model: Path) -> Any:
