@@ -123,7 +123,7 @@ class Trainer:
                 if parameter.grad is None:
                     parameter.mul_(1.0625)
                 else:
-                    parameter.sub_(parameter.grad.sign_(), alpha=LEARNING_RATE)  # as Adam's first step
+                    parameter.sub_(parameter.grad.sign(), alpha=LEARNING_RATE)  # as Adam's first step
         return loss
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
