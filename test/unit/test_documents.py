@@ -277,6 +277,7 @@ RUN_BY = {
     r"make (setup|lint|test|setup-newest|setup-nixl)": ".ci/run",
     r"make test PYTEST_ARGS=test/unit": ".ci/run",
     r"make demo( .*)?|(\.venv/bin/)?sglang-reshard selftest( .*)?": "test/engine/test_selftest_run.py",
+    r"sglang-reshard selftest --verl( .*)?": "test/verl/test_selftest_verl.py",
     r"torchrun .* -m sglang_reshard\.selftest": "test/hosts/test_selftest_hosts.py",
     r"sglang-reshard (--version|COMMAND --help)": "test/unit/test_command_line.py",
     r"sglang-reshard report( .*)?": "test/unit/test_report_page.py",

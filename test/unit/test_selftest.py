@@ -21,6 +21,7 @@ from sglang_reshard.selftest.host import Host
 from sglang_reshard.selftest.layouts import Source, Target, parsed
 from sglang_reshard.selftest.reference import Distance
 from sglang_reshard.selftest.table import advice, print_result
+from sglang_reshard.selftest.verl_steps import judged
 
 SMALL_HOST = Host(gpus=(), gpu_bytes=0, memory_bytes=24 * GIB, cores=2)
 
@@ -130,6 +131,30 @@ def test_a_faster_route_than_the_chosen_one_is_named() -> None:
     told = advice(gpus(1), [warm("ipc", 0.02, auto=True), warm("p2p", 0.01)])
     assert 'transport="p2p" was faster: 10.0 ms' in told[1]
     assert len(advice(gpus(1), [warm("ipc", 0.02, auto=True), warm("p2p", 0.019)])) == 1
+
+
+def ppo(correlation: float = 0.999, memory: float = 2.0) -> dict[str, float]:
+    return {"training/rollout_actor_probs_pearson_corr": correlation, "perf/max_memory_allocated_gb": memory,
+            "timing_s/update_weights": 0.5}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        ([ppo(), ppo(), ppo()], ""),
+        ([ppo(), ppo()], "2 of 3 steps ended"),
+        ([ppo(), ppo(0.7), ppo()], "in step 2 the rollout's probabilities have a correlation of 0.700"),
+        ([ppo(), {}, ppo()], "correlation of 0.000"),
+        ([ppo(memory=1), ppo(), ppo(memory=2.1)], "the peak memory grows"),
+        ([], "0 of 3 steps ended"),
+    ],
+)
+def test_a_run_of_verl_is_right_while_probabilities_agree_and_memory_is_flat(
+    steps: list[dict[str, float]], why: str
+) -> None:
+    row = judged("verl", "3 steps", steps)
+    assert row.right == (not why)
+    assert why in row.why
 
 
 def test_events_arrive_in_order_and_half_lines_wait(tmp_path: Path) -> None:

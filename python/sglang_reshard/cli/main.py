@@ -61,6 +61,9 @@ def selftest(
         str,
         typer.Option(callback=several_of(TRANSPORTS), help="Transports to time: auto, ipc, p2p, broadcast or nixl."),
     ] = "auto,p2p,broadcast",
+    verl: Annotated[
+        bool, typer.Option("--verl", help="Run verl instead, three steps with each kind of sync and each backend.")
+    ] = False,
     minutes: Annotated[
         float, typer.Option(min=1, max=_MOST_S / 60, callback=finite, help="Start nothing after so many minutes.")
     ] = 15.0,
@@ -74,6 +77,8 @@ def selftest(
     from sglang_reshard.selftest.choice import Wanted
     from sglang_reshard.selftest.layouts import Source, Target, parsed
 
+    if verl:
+        raise typer.Exit(launcher.selftest_of_verl(minutes))
     wanted = Wanted(
         source=parsed(source, Source) if source else None,
         target=parsed(target, Target) if target else None,

@@ -6,12 +6,13 @@ import importlib.util
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
 from sglang_reshard.errors import ReshardError, Unsupported
-from sglang_reshard.selftest import children, mishaps, models
+from sglang_reshard.selftest import children, mishaps, models, verl_steps
 from sglang_reshard.selftest.choice import MISHAPS, Wanted, runs
 from sglang_reshard.selftest.environment import environment
 from sglang_reshard.selftest.events import EventReader, Row
@@ -32,17 +33,44 @@ def selftest(wanted: Wanted, minutes: float) -> int:
     chosen = runs(host, wanted)
     models.check(wanted.model)
     _check_installed()
-    shown = Console(stderr=True)
-    begin, ends_at = time.monotonic(), time.time() + minutes * 60
+    ends_at = time.time() + minutes * 60
+
+    def take(rows: list[Row], logs: Path, shown: Console) -> None:
+        for run in chosen:
+            if time.time() + run.usual_s > ends_at and rows:
+                rows.append(Row(run.name, "left out", why=f"it takes about {run.usual_s:.0f} s: raise --minutes"))
+            else:
+                rows += _rows(run, logs, ends_at, shown)
+
+    return _judged(host, take)
+
+
+def selftest_of_verl(minutes: float) -> int:
+    """Returns the exit status of `verl_steps`. Raises Unsupported where verl or SGLang is not installed."""
+    verl_steps.check_installed()
+    _check_installed()
+    host, deadline = Host.here(), time.monotonic() + minutes * 60
+
+    def take(rows: list[Row], logs: Path, shown: Console) -> None:
+        def seen(row: Row) -> None:
+            rows.append(row)
+            shown.print(f"{row.run}, {row.step}: {row.why or 'right'}", highlight=False, soft_wrap=True)
+
+        # A short name: Ray puts sockets there, whose paths may not be long.
+        with tempfile.TemporaryDirectory(prefix="verl-", ignore_cleanup_errors=True) as folder:
+            verl_steps.take(host, Path(folder), logs / "verl.log", deadline, seen)
+
+    return _judged(host, take)
+
+
+def _judged(host: Host, take: Callable[[list[Row], Path, Console], None]) -> int:
+    """Takes steps, which append rows, and prints the verdict. Returns the exit status."""
+    shown, begin = Console(stderr=True), time.monotonic()
     logs = Path(tempfile.mkdtemp(prefix="sglang-reshard-selftest-"))
     rows: list[Row] = []
     try:
         with children.sigterm_as_interrupt():
-            for run in chosen:
-                if time.time() + run.usual_s > ends_at and rows:
-                    rows.append(Row(run.name, "left out", why=f"it takes about {run.usual_s:.0f} s: raise --minutes"))
-                    continue
-                rows += _rows(run, logs, ends_at, shown)
+            take(rows, logs, shown)
     except KeyboardInterrupt:
         shown.print(f"Stopped; all processes of the self-test are ended. Their logs are in {logs}.", soft_wrap=True)
         return 130

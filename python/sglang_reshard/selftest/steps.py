@@ -76,7 +76,7 @@ class Steps:
         after = look()
         changed = self._engine is None or after != before
         self._saw("first update", changed, report.transport, report.received_bytes, seconds,
-                  why="" if changed else "the engine is as it was before the update")  # fmt: skip
+                  why="" if changed else "the engine is as it was before the update", more=_phases(report))  # fmt: skip
 
     def _bits(self) -> None:
         self._trainer.step(self._version)
@@ -142,7 +142,7 @@ class Steps:
                 continue
             seconds, report = statistics.median(s for s, _ in updates[1:]), updates[-1][1]
             self._saw(name, True, report.transport, report.received_bytes, seconds, limit=self._limit,
-                      stock=self._stock, more={f"{k}_ms": v * 1e3 for k, v in report.seconds.items()})  # fmt: skip
+                      stock=self._stock, more=_phases(report))  # fmt: skip
 
     def _verified(self) -> None:
         for verify in ("sample", "full"):
@@ -282,6 +282,10 @@ class Steps:
                 found = said(self._engine, self._prompts)
         dist.barrier()
         return found
+
+
+def _phases(report: UpdateReport) -> dict[str, float]:
+    return {f"{phase}_ms": seconds * 1e3 for phase, seconds in report.seconds.items()}
 
 
 def _cached_prompts(seed: int) -> list[list[int]]:

@@ -1,0 +1,109 @@
+"""Runs verl's `main_ppo`, three steps each, with this package's backend and with verl's own: `selftest --verl`.
+
+The rollout has the trainer's weights while both agree on the probabilities of the tokens that the rollout has chosen.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sglang_reshard.errors import ReshardError, Unsupported
+from sglang_reshard.selftest import children, verl_run
+from sglang_reshard.selftest.events import Row
+from sglang_reshard.selftest.host import Host
+from sglang_reshard.testing.cpu_host import verl_settings
+
+STEPS = 3
+_MODEL = "actor_rollout_ref.model"
+_LORA = (f"{_MODEL}.lora_rank=4", f"{_MODEL}.lora_alpha=8")
+KINDS = {
+    "all weights": (),
+    "LoRA, merged": (*_LORA, f"{_MODEL}.lora.merge=True"),
+    "LoRA, served as an adapter": _LORA,
+}
+BACKENDS = {"sglang-reshard": verl_run.RESHARD, "verl's own": ()}
+_LEAST_CORRELATION = 0.99
+_MOST_GROWTH = 1.02  # of the peak memory from the second step on
+# Larger than usual, so that a step that never reached the rollout shows; four answers teach more often than two.
+_VISIBLE = ("actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.rollout.n=4")
+
+
+def check_installed() -> None:
+    """Raises Unsupported without verl."""
+    if importlib.util.find_spec("verl") is None:
+        raise Unsupported("verl is not installed: pip install 'sglang-reshard[engine,verl]'")
+
+
+def take(host: Host, folder: Path, log: Path, deadline: float, seen: Callable[[Row], None]) -> None:
+    """Runs each kind of sync by each backend, and passes on a row for each."""
+    ranks = len(host.gpus) or 2
+    tp_size = 2 if ranks % 2 == 0 else 1
+    verl_run.save_model(folder / "model", ranks, tp_size)
+    verl_run.save_prompts(folder / "prompts.parquet", rows=8)
+    for kind, options in KINDS.items():
+        ours: Row | None = None
+        for backend, of_backend in BACKENDS.items():
+            run, file = f"verl, {kind}", folder / f"{kind}-{backend}.jsonl".replace(" ", "-")
+            command = [sys.executable, "-m", "verl.trainer.main_ppo", *_settings(host, folder, ranks, tp_size),
+                       *_VISIBLE, *options, *of_backend]  # fmt: skip
+            if options == _LORA and not host.gpus:
+                command.append("+actor_rollout_ref.rollout.engine_kwargs.sglang.lora_backend=torch_native")
+            try:
+                children.run(command, _environment(host, folder, tp_size, file), log, deadline, lambda: None)
+                steps = [json.loads(line)["data"] for line in file.read_text().splitlines()]
+                row = judged(run, f"{STEPS} steps, {backend}", steps)
+            except ReshardError as error:
+                row = Row(run, f"{STEPS} steps, {backend}", False, why=str(error).splitlines()[0])
+            if backend == "verl's own":  # whatever comes of it is no fault of this package
+                row = msgspec.structs.replace(row, right=None)
+                if ours is not None:
+                    seen(msgspec.structs.replace(ours, stock=row.seconds))
+                seen(row)
+            else:
+                ours = row
+
+
+def judged(run: str, step: str, steps: Sequence[dict[str, float]]) -> Row:
+    """Judges the metrics of a run by the agreement in all steps and the growth of the peak memory.
+
+    The row's seconds are those of a sync.
+    """
+    agreed = [metrics.get("training/rollout_actor_probs_pearson_corr", 0.0) for metrics in steps]
+    memory = [metrics.get("perf/max_memory_allocated_gb", 0.0) for metrics in steps]
+    wrong = [f"{len(steps)} of {STEPS} steps ended"] * (len(steps) != STEPS)
+    wrong += [f"in step {n} the rollout's probabilities have a correlation of {value:.3f} with the trainer's"
+              for n, value in enumerate(agreed, 1) if not value > _LEAST_CORRELATION]  # fmt: skip
+    grows = len(memory) > 1 and memory[-1] > _MOST_GROWTH * memory[1]
+    wrong += [f"the peak memory grows: {memory} GB"] * grows
+    syncs = [metrics["timing_s/update_weights"] for metrics in steps if "timing_s/update_weights" in metrics]
+    more = {"least_correlation": min(agreed, default=0.0), "peak_memory_gb": max(memory, default=0.0)}
+    return Row(run, step, not wrong, seconds=statistics.median(syncs or [0.0]), why="; ".join(wrong), more=more)
+
+
+def _settings(host: Host, folder: Path, ranks: int, tp_size: int) -> list[str]:
+    offloaded = ["actor_rollout_ref.actor.fsdp_config.param_offload=True",
+                 "actor_rollout_ref.rollout.free_cache_engine=True",
+                 f"{_MODEL}.use_remove_padding=False",  # needs flash attention
+                 f"+{_MODEL}.override_config.attn_implementation=sdpa"]  # fmt: skip
+    of_host = offloaded if host.gpus else verl_settings.overrides()
+    return [*of_host, *verl_run.tiny_run(folder, ranks, tp_size, STEPS)]
+
+
+def _environment(host: Host, folder: Path, tp_size: int, metrics: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        **({} if host.gpus else verl_settings.environment(tp_size)),
+        "RAY_TMPDIR": str(folder),
+        "RAY_ADDRESS": "local",  # a new cluster, even where another one runs
+        "VERL_FILE_LOGGER_PATH": str(metrics),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
