@@ -84,7 +84,10 @@ def judged(run: str, step: str, steps: Sequence[dict[str, float]]) -> Row:
     grows = len(memory) > 1 and memory[-1] > _MOST_GROWTH * memory[1]
     wrong += [f"the peak memory grows: {memory} GB"] * grows
     syncs = [metrics["timing_s/update_weights"] for metrics in steps if "timing_s/update_weights" in metrics]
-    more = {"least_correlation": min(agreed, default=0.0), "peak_memory_gb": max(memory, default=0.0)}
+    more: dict[str, float | int | str] = {
+        "least_correlation": min(agreed, default=0.0),
+        "peak_memory_gb": max(memory, default=0.0),
+    }
     return Row(run, step, not wrong, seconds=statistics.median(syncs or [0.0]), why="; ".join(wrong), more=more)
 
 
