@@ -77,7 +77,7 @@ class Stations:
             self._before(Transfers, "plan", "plan")
             self._before(Transfers, "connect", "connect")
             self._before(NixlReader, "start", "read")
-            self._before(delta_target, "_apply", "apply")
+            self._before(delta_target, "apply", "apply")
             self._before(UpdateExecutor, "_verify", "verify", flip=_flip_a_bit)
             self._before(Program, "run_steps", "commit")
             self._after_the_last_gather()

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from sglang_reshard.patches.engine_start import engine_start, randomize
 from sglang_reshard.trace.initial_values import kept_values
+from sglang_reshard.trace.live import live_tensors
 
 
 def runner_on(folder, load_format="auto", **arguments):
@@ -44,6 +45,7 @@ def test_buffers_and_scales_of_the_kv_cache_are_spared_by_dummy_weights():
     assert model.weight.tolist() == [0.5] * 3
     assert (model.k_scale.item(), model.normalizer.item()) == (-1.0, 4.0)
     assert kept_values(model)["weight"].tolist() == [0] * 3
+    assert [name for name, _ in live_tensors(model)] == ["weight", "k_scale", "normalizer", "cache"]
 
 
 def test_a_draft_with_a_checkpoint_of_its_own_gets_that(tmp_path):

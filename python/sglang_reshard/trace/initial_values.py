@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -38,9 +39,17 @@ _CHUNK = 1 << 24
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """Not a dictionary: tensors in a module's dictionaries are live tensors, see `trace.live`."""
+
+    values: InitialValues
+
+
 def kept_values(model: torch.nn.Module) -> InitialValues | None:
     """Returns what `keep_initial_values` has kept of this model; None if it was not called."""
-    return vars(model).get(_KEPT)
+    kept: _Kept | None = vars(model).get(_KEPT)
+    return None if kept is None else kept.values
 
 
 @contextmanager
@@ -55,7 +64,7 @@ def keep_initial_values(model: torch.nn.Module) -> Iterator[None]:
     with torch.no_grad():
         for tensor, copy in zip(fixed, copies, strict=True):
             tensor.copy_(copy)
-    vars(model)[_KEPT] = values
+    vars(model)[_KEPT] = _Kept(values)
 
 
 def _initial(tensor: torch.Tensor) -> torch.Tensor | None:
