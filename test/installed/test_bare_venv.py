@@ -17,6 +17,7 @@ OF_EXTRAS = {
     "sglang": ("patches.",),
     "verl": ("testing.cpu_host.verl_platform", "verl"),
     "triton": ("copying.copy_kernel",),
+    "transformers": ("selftest.",),
 }
 IMPORT_ALL = """\
 import importlib, json, pkgutil
