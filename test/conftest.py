@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import setuptools  # noqa: F401  (before anything imports distutils, which it replaces: it fails if it comes later)
 from hypothesis import settings
 
 from support import zygote
