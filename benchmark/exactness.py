@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from benchmark import gather
 from benchmark.weights import FINAL_VERSION, Weights
 from sglang_reshard.selftest.digests import Digests, read_live_digests
+from sglang_reshard.selftest.trainer import whole as gather
 
 
 def bit_exact(before: Digests, after: Digests, reference: Digests) -> bool:
@@ -34,7 +34,7 @@ def stock_load(weights: Weights, engine: Any, model_path: Path, folder: Path) ->
     weights.become(FINAL_VERSION)
     whole: dict[str, torch.Tensor] = {}
     for name, tensor in weights.named():
-        gathered = gather.whole(tensor)
+        gathered = gather(tensor)
         if engine is not None:
             whole[name] = gathered.cpu().contiguous()
     found: Digests = []

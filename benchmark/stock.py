@@ -8,15 +8,12 @@ called, and what is left is `Engine.update_weights_from_tensor` with whole tenso
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import resource
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing import reductions
 
 _MESH_KEY = "tp"
 
@@ -79,20 +76,3 @@ def _check(answer: Any) -> None:
     loaded, *why = answer
     if not loaded:
         raise RuntimeError(f"stock refused the update: {why}")
-
-
-def prepare() -> None:
-    """On every trainer rank, before the engine starts, as its processes inherit this.
-
-    Two things keep SGLang's path, which is made for GPUs, from working with tensors in host memory. Handing them
-    over by name, the other way there is, takes twice as long as by descriptor.
-    """
-    if torch.cuda.is_available():
-        return
-    # Its patch for CUDA handles indexes what a CPU tensor has not; it is skipped where it seems done.
-    vars(reductions).setdefault("_reduce_tensor_original", reductions.reduce_tensor)
-    vars(reductions).setdefault("_rebuild_cuda_tensor_original", reductions.rebuild_cuda_tensor)
-    # Descriptors are handed over to who has the key; by default those are a process and its children.
-    multiprocessing.current_process().authkey = b"one key for all trainer ranks"
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each tensor is one

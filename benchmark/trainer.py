@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmark import exactness, paths, stock, timing
+from benchmark import exactness, paths, timing
 from benchmark.cases import Case, Effort
 from benchmark.interlude import ask_for_copies
 from benchmark.weights import Weights
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.patches.launch import without_torchrun_variables
 from sglang_reshard.selftest.digests import LOADER, Digests
+from sglang_reshard.selftest.stock import prepare
 from sglang_reshard.testing import cpu_host
 
 
@@ -44,7 +45,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 def main(job: Job) -> None:
     device = join(job.device, job.case.trainers)
-    stock.prepare()
+    prepare()
     with engine_and_weights(job, LOADER) as (engine, weights):
         seen = _run(job, engine, weights, device)
         if engine is not None:

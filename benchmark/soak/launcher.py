@@ -6,11 +6,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import msgspec
 from rich.console import Console
 
@@ -21,14 +20,14 @@ from benchmark.soak.standing import Standing
 from benchmark.soak.trainer import Job
 from benchmark.soak.weights import ENGINE_TP, TRAINER_RANKS
 from benchmark.world import find_tests, free_port
-from sglang_reshard.errors import DeadlineExceeded, ReshardError
+from sglang_reshard.errors import ReshardError
 from sglang_reshard.patches.sound_weights import SERVE_DUMMY
-from sglang_reshard.selftest import children, tiny_model
+from sglang_reshard.selftest import children, engines, tiny_model
 from sglang_reshard.selftest.digests import LOADER
 from sglang_reshard.selftest.events import Note
 from sglang_reshard.selftest.progress import Progress
 
-_START_S, _SAY_EVERY_S = 300.0, 30.0
+_SAY_EVERY_S = 30.0
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -101,7 +100,7 @@ def _updates(soak: Soak, place: _Place, console: Console) -> tuple[Job, list[Tal
     with Progress(console) as progress:
         progress.show(Note(f"starting an SGLang server, TP={ENGINE_TP}"))
         with children.started(command, served, log) as server, ExitStack() as clients:
-            _await_health(url, server, log)
+            engines.await_health(url, server, log)
             tallies = clients.enter_context(asking(url, standing, soak.clients))
             progress.show(Note(f"{soak.clients} clients ask; {TRAINER_RANKS} trainer ranks begin"))
             job = Job(
@@ -117,7 +116,7 @@ def _updates(soak: Soak, place: _Place, console: Console) -> tuple[Job, list[Tal
 
             def follow() -> None:
                 nonlocal said
-                _check(server, log)
+                engines.check_alive(server, log)
                 if time.monotonic() - said > _SAY_EVERY_S:
                     said = time.monotonic()
                     answered = sum(len(tally.seconds) for tally in tallies)
@@ -131,24 +130,6 @@ def _updates(soak: Soak, place: _Place, console: Console) -> tuple[Job, list[Tal
                 told = "\n".join(file.read_text() for file in sorted(reports.glob("*.error")))
                 raise ReshardError(f"{children.tail(log)}\n{told or error}") from error
         return job, tallies
-
-
-def _await_health(url: str, server: children.Family, log: Path) -> None:
-    end = time.monotonic() + _START_S
-    while time.monotonic() < end:
-        _check(server, log)
-        with suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", timeout=5.0, trust_env=False).status_code == httpx.codes.OK:
-                return
-        time.sleep(0.5)
-    raise DeadlineExceeded(f"the server was not healthy after {_START_S:.0f} s.\n{children.tail(log)}")
-
-
-def _check(server: children.Family, log: Path) -> None:
-    """Raises when the server has ended although nobody told it to."""
-    server.census()
-    if server.processes[0].poll() is not None:
-        raise ReshardError(f"the server ended by itself.\n{children.tail(log)}")
 
 
 def _expected(versions: list[int], place: _Place) -> dict[int, expected.Expected]:

@@ -76,15 +76,20 @@ def await_health(url: str, server: children.Family, log: Path) -> None:
     """Waits until a server is up. One that started on dummy weights is, and says that they are missing."""
     end = time.monotonic() + START_S
     while time.monotonic() < end:
-        server.census()
-        if server.processes[0].poll() is not None:
-            raise ReshardError(f"the server ended by itself.\n{children.tail(log)}")
+        check_alive(server, log)
         with contextlib.suppress(httpx.TransportError):
             answer = httpx.get(f"{url}/health", timeout=5.0, trust_env=False)
             if answer.status_code == httpx.codes.OK or "WeightsMissing" in answer.text:
                 return
         time.sleep(0.2)
     raise DeadlineExceeded(f"the server was not healthy after {START_S:.0f} s.\n{children.tail(log)}")
+
+
+def check_alive(server: children.Family, log: Path) -> None:
+    """Raises ReshardError when a server has ended although nobody told it to."""
+    server.census()
+    if server.processes[0].poll() is not None:
+        raise ReshardError(f"the server ended by itself.\n{children.tail(log)}")
 
 
 def _words(value: Any) -> list[str]:

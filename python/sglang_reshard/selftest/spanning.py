@@ -27,7 +27,7 @@ from rich.console import Console
 
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.selftest import engines, models
+from sglang_reshard.selftest import children, engines, models
 from sglang_reshard.selftest.choice import ROUTES, Wanted
 from sglang_reshard.selftest.environment import environment
 from sglang_reshard.selftest.events import EventReader, Row
@@ -69,7 +69,7 @@ def selftest(wanted: Wanted, minutes: float) -> int:
             "than the last one, which serves; without torchrun, `sglang-reshard selftest` tests one host"
         )
     run = _run(wanted, len(trainers), there[serving][1], bool(gpus))
-    port = [_free_port() if rank == 0 else 0]
+    port = [children.free_port() if rank == 0 else 0]
     dist.broadcast_object_list(port)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], port[0], world, rank == 0, timeout=_LONGEST)
     link_s = _link(rank, serving, bool(gpus))
@@ -186,9 +186,3 @@ def _shown(events: Path) -> Iterator[list[Row]]:
         finally:
             ended.set()
             thread.join()
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return int(s.getsockname()[1])

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.errors import ReshardError
+from sglang_reshard.errors import ReshardError, Unsupported
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.selftest import stock
 from sglang_reshard.selftest.asking import prompts, said
@@ -133,12 +133,12 @@ class Steps:
 
     def _routes(self) -> None:
         for route in self._run.routes:
-            sender, name = self._sender, f"warm update, {route}"
+            name = f"warm update, {route}"
             try:
                 with self._events.phase(name), self._opened(route) as sender:
                     updates = [self._stepped(sender) for _ in range(WARM_UPDATES + 1)]
             except ReshardError as error:  # the same on all trainer ranks
-                self._saw(name, None if type(error).__name__ == "Unsupported" else False, route, why=str(error))
+                self._saw(name, None if isinstance(error, Unsupported) else False, route, why=str(error))
                 continue
             seconds, report = statistics.median(s for s, _ in updates[1:]), updates[-1][1]
             self._saw(name, True, report.transport, report.received_bytes, seconds, limit=self._limit,

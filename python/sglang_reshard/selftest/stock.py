@@ -35,6 +35,8 @@ def prepare() -> None:
     Two things keep SGLang's path, which is made for GPUs, from working with tensors in host memory. Handing them over
     by name, the other way there is, takes twice as long as by descriptor.
     """
+    if torch.cuda.is_available():
+        return
     # Its patch for CUDA handles indexes what a CPU tensor has not; it is skipped where it seems done.
     vars(reductions).setdefault("_reduce_tensor_original", reductions.reduce_tensor)
     vars(reductions).setdefault("_rebuild_cuda_tensor_original", reductions.rebuild_cuda_tensor)
