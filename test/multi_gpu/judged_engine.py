@@ -22,6 +22,8 @@ from sharded_trainer import VERSIONS, Trainer, save_checkpoint
 
 PROMPT = [5, 6, 7, 8, 100, 200]
 NEW_TOKENS = 1000 if GPUS else 48  # long enough to go on while an update begins
+CONTEXT_LENGTH = 4096
+ENDLESS = CONTEXT_LENGTH - 96  # tokens of a request that is aborted, however slow its update is
 TIMEOUT_S = 120.0
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -99,9 +101,9 @@ class JudgedEngine:
         said = self._generate(new_tokens, return_logprob=True)["meta_info"]["output_token_logprobs"]
         return [(log_prob, token) for log_prob, token, *_ in said]
 
-    def begin_request(self) -> Request | None:
+    def begin_request(self, new_tokens: int = NEW_TOKENS) -> Request | None:
         """Begins a request on the first trainer rank and waits for its first token."""
-        return None if self.sglang is None else Request(self.sglang)
+        return None if self.sglang is None else Request(self.sglang, new_tokens)
 
     def on_engine(self, method: str, *arguments: Any) -> None:
         """Calls a method of VerlEngine, on all trainer ranks."""
@@ -118,7 +120,7 @@ class JudgedEngine:
 
     def _start(self) -> VerlEngine:
         """SGLang loads version "a" itself, in the processes that it starts."""
-        server_args = {"skip_tokenizer_init": True, "context_length": 1200, "custom_weight_loader": [LOADER]}
+        server_args = {"skip_tokenizer_init": True, "context_length": CONTEXT_LENGTH, "custom_weight_loader": [LOADER]}
         server_args |= {"dtype": "bfloat16", "log_level": "warning", **self.configuration.server_args}
         if GPUS:
             server_args |= {**ON_GPUS, "mem_fraction_static": 0.3, "base_gpu_id": self.configuration.first_gpu}
@@ -151,14 +153,13 @@ class JudgedEngine:
 class Request:
     """A request that is served while the weights change."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, new_tokens: int) -> None:
         self._engine, self._has_begun = engine, asyncio.Event()
-        self._task = engine.loop.create_task(self._run())
+        self._task = engine.loop.create_task(self._run({**GREEDY, "max_new_tokens": new_tokens}))
         engine.loop.run_until_complete(self._has_begun.wait())
         assert not self._task.done()
 
-    async def _run(self) -> dict[str, Any]:
-        sampling = {**GREEDY, "max_new_tokens": NEW_TOKENS}
+    async def _run(self, sampling: dict[str, Any]) -> dict[str, Any]:
         last: dict[str, Any] = {}
         try:
             async for chunk in await self._engine.async_generate(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from configurations import DEVICE, GPUS, LARGEST, LAYOUTS, TRAINERS, Engine, engines
-from judged_engine import NEW_TOKENS, PROMPT, JudgedEngine
+from judged_engine import ENDLESS, PROMPT, JudgedEngine
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.routes.p2p.trainer import P2pTrainerEnd
 
@@ -47,14 +47,14 @@ def test_a_running_request_ends_with_the_weights_that_it_began_with(live: Judged
 @SERVING
 def test_a_running_request_is_aborted_if_that_is_asked_for(live: JudgedEngine) -> None:
     trainer, version = live.trainer(FSDP), live.another_version()
-    request = live.begin_request()
+    request = live.begin_request(ENDLESS)
     with live.sender() as sender:
         live.update(sender, trainer, version, abort_all_requests=True)
     said = live.say()
     if live.first:
         tokens, reason = request.end()
         assert reason == "abort"
-        assert len(tokens) < NEW_TOKENS
+        assert len(tokens) < ENDLESS
         assert said == live.said[version]
 
 
