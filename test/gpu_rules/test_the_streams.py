@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 from types import SimpleNamespace
@@ -143,6 +144,26 @@ def wait_in_another_thread(process, _trainer):
 
 def test_recorded_work_is_waited_for_in_another_thread_and_nothing_after_it():
     assert run_tasks(wait_in_another_thread, Place(HOST, (0,))) == [7]
+
+
+def use_own_stream(process, _trainer):
+    middle, destination, seen = on_gpu(process, 1), on_gpu(process, 1), []
+    for fails in (False, True):
+        for tensor in (middle, destination):
+            tensor.fill_(1)
+        process.cuda.synchronize(process.device)
+        source = on_gpu(process, 7 + fails)
+        copies_of(middle, source).run()
+        with contextlib.suppress(OSError), runtime().own_stream(process.device):
+            copies_of(destination, middle).run()
+            if fails:
+                raise OSError("it stumbled")
+        seen.append(now(destination))
+    return seen
+
+
+def test_an_own_stream_waits_for_all_others_first_and_for_itself_last():
+    assert run_tasks(use_own_stream, Place(HOST, (0,))) == [[7, 8]]
 
 
 def call_while_capturing(process, _trainer):

@@ -1,7 +1,5 @@
 """Memory for what is quantized on arrival: shared by all that is not in it at the same time."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +14,7 @@ from sglang_reshard.trace.block_formats import FP8, quantize_blocks
 from sglang_reshard.trace.program import Copy
 from sglang_reshard.trace.tracer import trace
 from support.sweep import examples
-from toy_loader import Toy, specs_of
+from toy_loader import BlockFp8Linear, Toy, specs_of
 
 BLOCK, CPU = (4, 4), torch.device("cpu")
 TURNS = 5
@@ -42,15 +40,6 @@ def test_what_is_needed_at_the_same_time_does_not_overlap(given_lifetimes):
     assert total <= sum(padded)
 
 
-class Linear(torch.nn.Module):
-    def __init__(self, rows, columns):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(rows, columns).to(FP8), requires_grad=False)
-        scales = -(-rows // BLOCK[0]), -(-columns // BLOCK[1])
-        self.weight_scale_inv = torch.nn.Parameter(torch.zeros(scales), requires_grad=False)
-        self.quant_method = SimpleNamespace(quant_config=SimpleNamespace(weight_block_size=BLOCK))
-
-
 def load(toy, weights):
     for name, tensor in weights:
         toy.get_parameter(name).data.copy_(tensor)
@@ -58,7 +47,7 @@ def load(toy, weights):
 
 def model_of(shapes):
     toy = Toy(load)
-    toy.layers = torch.nn.ModuleList(Linear(*shape) for shape in shapes)
+    toy.layers = torch.nn.ModuleList(BlockFp8Linear(*shape) for shape in shapes)
     generator = torch.Generator().manual_seed(1)
     weights = {f"layers.{n}.weight": torch.randn(shape, generator=generator) for n, shape in enumerate(shapes)}
     return toy, {name: tensor.bfloat16() for name, tensor in weights.items()}
@@ -147,7 +136,7 @@ def test_a_large_stack_is_cut(experts, monkeypatch):
     """So that a checkpoint tensor of all experts need not be in memory at once."""
     monkeypatch.setattr("sglang_reshard.trace.block_fp8._STACK_ELEMENTS", 3 * 8 * 6)
     toy, _ = model_of([])
-    toy.experts = Linear(8, 6)
+    toy.experts = BlockFp8Linear(8, 6)
     toy.experts.weight = torch.nn.Parameter(torch.zeros(experts, 8, 6).to(FP8), requires_grad=False)
     toy.experts.weight_scale_inv = torch.nn.Parameter(torch.zeros(experts, 2, 2), requires_grad=False)
     weight = torch.randn(experts, 8, 6, generator=torch.Generator().manual_seed(3)).bfloat16()

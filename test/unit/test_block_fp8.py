@@ -1,23 +1,19 @@
 """Weights of 16 and 32 bits for a model in block-fp8: quantized on arrival to what a quantized checkpoint leaves."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.block_formats import FP8, MXFP8, Blocks, quantize_blocks
 from sglang_reshard.trace.block_fp8 import _Quantizer
 from sglang_reshard.trace.live_shards import live_shards
 from sglang_reshard.trace.tracer import trace
-from support.live_memory import fill_with_garbage
 from support.sweep import examples
 from tools.oracle.replay import replay
-from toy_loader import Toy, contents, specs_of
+from toy_loader import BlockFp8Linear, Toy, check, specs_of
 
 BLOCK = (4, 4)
 
@@ -63,20 +59,9 @@ def test_chunks_do_not_matter(chunk, blocks, columns, monkeypatch):
     assert torch.equal(quantizer.scales, expected[1])
 
 
-class Linear(torch.nn.Module):
-    """Keeps a matrix in float8_e4m3fn, with a scale for each block."""
-
-    def __init__(self, rows, columns):
-        super().__init__()
-        scales = [-(-n // b) for n, b in zip((rows, columns), BLOCK, strict=True)]
-        self.weight = torch.nn.Parameter(torch.empty(rows, columns, dtype=FP8), requires_grad=False)
-        self.weight_scale_inv = torch.nn.Parameter(torch.empty(scales), requires_grad=False)
-        self.quant_method = SimpleNamespace(quant_config=SimpleNamespace(weight_block_size=list(BLOCK)))
-
-
 def model(load, rows, columns):
     toy = Toy(load)
-    toy.linear = Linear(rows, columns)
+    toy.linear = BlockFp8Linear(rows, columns)
     toy.norm = torch.nn.Parameter(torch.empty(8, dtype=torch.bfloat16), requires_grad=False)
     return toy
 
@@ -106,25 +91,6 @@ def quantized(weights):
     return found
 
 
-def check(make, weights):
-    """Traces, replays the weights, and compares with what the loader does with them in block-fp8; twice."""
-    traced, stock = make(), make()
-    fill_with_garbage(traced)
-    before, signature = contents(traced), LiveSignature(traced).current()
-    program = trace(traced, specs_of(weights))
-    assert contents(traced) == before, "the trace wrote to the model"
-    for _ in range(2):
-        fill_with_garbage(traced)
-        fill_with_garbage(stock)
-        replay(program, weights)
-        with torch.no_grad():
-            stock.load_weights(iter(quantized(weights).items()))
-        assert contents(traced) == contents(stock)
-        assert LiveSignature(traced).current() == signature, "the update moved something"
-        weights = {n: t.flip(0) for n, t in weights.items()}
-    return program
-
-
 NORM = random(8, seed=9)
 
 
@@ -132,7 +98,7 @@ NORM = random(8, seed=9)
 @pytest.mark.parametrize(("first", "last"), [(0, 12), (4, 8), (8, 11)])
 def test_rows_of_a_matrix(dtype, first, last):
     weights = {"w": random(11 if last == 11 else 12, 10, dtype=dtype), "norm": NORM}
-    program = check(lambda: model(rows_of(first, last), last - first, 10), weights)
+    program = check(lambda: model(rows_of(first, last), last - first, 10), weights, quantized)
     (copy,) = [c for c in program.copies if c.source == "w"]
     assert copy.region.count == (last - first, 10), "no block is read that is not needed"
 
@@ -140,7 +106,8 @@ def test_rows_of_a_matrix(dtype, first, last):
 @pytest.mark.parametrize(("first", "last"), [(2, 8), (0, 6), (5, 7)])
 def test_a_cut_through_a_block_reads_the_whole_block(first, last):
     """The scale of a block is that of all its elements, others' too."""
-    program = check(lambda: model(rows_of(first, last), last - first, 8), {"w": random(12, 8), "norm": NORM})
+    weights = {"w": random(12, 8), "norm": NORM}
+    program = check(lambda: model(rows_of(first, last), last - first, 8), weights, quantized)
     (copy,) = [c for c in program.copies if c.source == "w"]
     assert copy.region.start == (first // 4 * 4, 0)
     assert copy.region.count == (-(-last // 4) * 4 - first // 4 * 4, 8)

@@ -1,7 +1,5 @@
 """Whole updates in real processes of a block-fp8 model from a trainer in bfloat16: every transport, staged or not."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,10 +13,11 @@ from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
 from sglang_reshard.routes.base import Reads
-from sglang_reshard.trace.block_formats import FP8, quantize_blocks
+from sglang_reshard.trace.block_formats import quantize_blocks
 from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
 from support.world import run_world
+from toy_loader import BlockFp8Linear
 
 BLOCK = (4, 4)
 ROWS, COLUMNS, LAYERS, TRAINERS, ENGINES = 24, 10, 40, 3, 2
@@ -31,22 +30,13 @@ def weights(version):
     return {name: tensor.bfloat16() for name, tensor in named.items()} | {"norm": torch.full((4,), float(version))}
 
 
-class Linear(torch.nn.Module):
-    def __init__(self, rows):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(rows, COLUMNS).to(FP8), requires_grad=False)
-        scales = rows // BLOCK[0], -(-COLUMNS // BLOCK[1])
-        self.weight_scale_inv = torch.nn.Parameter(torch.zeros(scales), requires_grad=False)
-        self.quant_method = SimpleNamespace(quant_config=SimpleNamespace(weight_block_size=BLOCK))
-
-
 class Rank(torch.nn.Module):
     """An engine rank that has its part of the rows of each layer."""
 
     def __init__(self, rank):
         super().__init__()
         self.rank = rank
-        self.layers = torch.nn.ModuleList(Linear(ROWS // ENGINES) for _ in range(LAYERS))
+        self.layers = torch.nn.ModuleList(BlockFp8Linear(ROWS // ENGINES, COLUMNS) for _ in range(LAYERS))
         self.norm = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
 
     def load_weights(self, weights):

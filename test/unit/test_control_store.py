@@ -9,7 +9,7 @@ from sglang_reshard.control.scopes import MAX_NAME_CHARACTERS
 from sglang_reshard.control.server import MemoryQuota
 from sglang_reshard.control.store import MAX_WAITS, SessionStore, execute
 
-DISCONNECTED = "disconnected unexpectedly; was its process killed? Check its log"
+ENDED = "{} has ended without this rank; was its process stopped?"
 
 
 class Client(str):
@@ -242,33 +242,14 @@ def test_a_scopes_keys_are_deleted_with_it_and_no_others(table):
 
 def test_nobody_waits_in_a_scope_that_is_gone(table):
     """A rank that was stopped wakes in an update that the others have deleted since."""
-    ended = [("b", protocol.Cancelled(1, "s has ended without this rank; was its process stopped?"))]
+    ended = [("b", protocol.Cancelled(1, ENDED.format("s")))]
     ask(table, "b", "enter", "s/0", "b", "")
     get(table, "b", "x", scope="s/0")
     assert ask(table, "a", "delete_scope", "s") == ended + done("a")
-    late = [("b", protocol.Cancelled(1, "s/0 has ended without this rank; was its process stopped?"))]
+    late = [("b", protocol.Cancelled(1, ENDED.format("s/0")))]
     assert get(table, "b", "x", scope="s/0") == late
     assert gather(table, "b", 0, scope="s/0") == late
     assert table.store.empty
-
-
-def test_one_who_is_in_a_scope_waits_in_those_within_it(table):
-    ask(table, "a", "enter", "s", "a", "")
-    assert get(table, "a", "x", scope="s/0") == []
-    assert ask(table, "b", "set", {"x": b""})[0] == ("a", protocol.Result(1, [b""]))
-
-
-def test_who_goes_out_of_a_scope_without_leaving_aborts_it(table):
-    for member in ("a", "b"):
-        assert ask(table, member, "enter", "s", f"rank {member}", "") == done(member)
-    ask(table, "w", "watch", "s")
-    get(table, "b", "x", scope="s")
-    table.sent.clear()
-    table.store.disconnected(table.client("a"))
-    assert table.sent == [
-        ("w", protocol.Event("s", f"rank a {DISCONNECTED}")),
-        ("b", protocol.Cancelled(1, f"rank a {DISCONNECTED}")),
-    ]
 
 
 def test_a_scope_that_all_left_is_not_kept(table):
@@ -363,56 +344,15 @@ def test_timers_of_waits_that_have_ended_are_cancelled(table):
     assert all(timer.cancelled for timer in table.timers)
 
 
-# -- marks: what an update must know before it is given up
-
-
-def revoke(table, member, scope="s/1/0", reason="given up"):
-    (_, reply) = ask(table, member, "revoke", scope, reason)[-1]
-    if isinstance(reply, protocol.Cancelled):
-        return reply.reason
-    mark, why, members = reply.value
-    return mark.decode(), why.decode(), int(members)
-
-
-@pytest.fixture
-def ranks(table):
-    """Two members of a scope within the trainer's."""
-    ask(table, "t", "enter", "s/1", "t", "")
-    for member in "ab":
-        ask(table, member, "enter", "s/1/0", member, "s/1")
-    return table
-
-
-def test_a_scope_is_marked_once_all_have_asked_for_it(ranks):
-    gather(ranks, "a", 0, scope="s/1/0", mark="writing")
-    gather(ranks, "b", 1, scope="s/1/0", mark="writing")
-    assert revoke(ranks, "t") == ("writing", "", 2)
-    gather(ranks, "a", 0, scope="s/1/0", name="h")
-    gather(ranks, "b", 1, scope="s/1/0", name="h", mark="written")
-    assert revoke(ranks, "t") == ("writing", "", 2), "one of them has not asked for it"
-
-
-def test_the_mark_of_a_deleted_scope_is_known_and_that_of_an_unknown_one_is_not(ranks):
-    gather(ranks, "a", 0, scope="s/1/0", mark="writing")
-    gather(ranks, "b", 1, scope="s/1/0", mark="writing")
-    ask(ranks, "t", "delete_scope", "s/1")
-    assert revoke(ranks, "a")[0] == "writing"
-    assert "has ended" in revoke(ranks, "a", scope="s/0/0")
-
-
 def test_a_number_that_has_ended_does_not_come_again(table):
     ask(table, "t", "enter", "s/7", "t", "")
     ask(table, "a", "enter", "s/7/0", "a", "s/7")
     ask(table, "t", "set", {})
     assert get(table, "t", "k", scope="s/7") == []
     assert get(table, "a", "k", scope="s/7/0") == []
-    assert ask(table, "t", "end_scope", "s/7")[0] == ("a", protocol.Cancelled(1, protocol_reason("s/7/0")))
+    assert ask(table, "t", "end_scope", "s/7")[0] == ("a", protocol.Cancelled(1, ENDED.format("s/7")))
     assert ask(table, "t", "set", {"k": b"v"})[0] == ("t", protocol.Result(1, [b"v"])), "the trainer's wait goes on"
     for scope in ("s/7", "s/7/1", "s/6", "s/6/0"):
         assert "has ended" in ask(table, "c", "watch", scope)[0][1].reason
         assert "has ended" in ask(table, "b", "enter", scope, "b", "")[0][1].reason
     assert ask(table, "b", "enter", "s/8", "b", "") == done("b")
-
-
-def protocol_reason(scope):
-    return f"{scope.rpartition('/')[0]} has ended without this rank; was its process stopped?"

@@ -4,7 +4,6 @@ The tables are run in numpy, and the kernel by Triton's interpreter on host memo
 the widest loads, is seen in its PTX.
 """
 
-import importlib
 import logging
 import os
 import subprocess
@@ -24,14 +23,11 @@ from sglang_reshard.copying.copy_table import CASTS, DEFAULT_TILING, launches_of
 from support import copy_tables
 from support.copy_tables import InterpretedGpu, interpreted, run_in_numpy
 from support.sweep import SWEEP, sweep
-from support.toy_trainers import PAIRS
-from support.world import run_world
 
 pytest.importorskip("triton")
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]
 DTYPES += [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int16, torch.complex128]
-MIB = 1 << 20
 EXAMPLES = 200 if SWEEP else 12
 
 
@@ -341,42 +337,6 @@ def test_every_element_of_a_plan_lands_through_the_kernel(first):
         for seed in range(first, first + 20):
             lands.hypothesis.inner_test(Random(seed))
     assert gpu.kernels
-
-
-# -- the pairs of layouts, in processes
-
-
-def train_through_the_kernel(trainer, module, *args):
-    with interpreted():
-        return importlib.import_module(module).train(trainer, *args)
-
-
-def serve_through_the_kernel(rank, size, requests, module, *args):
-    with interpreted() as gpu:
-        return importlib.import_module(module).serve(rank, size, requests, *args), gpu.kernels > 0
-
-
-@pytest.mark.parametrize("transport", ["ipc", "p2p", "broadcast"])
-@pytest.mark.parametrize(("mesh_shape", "engines", "kind"), [sweep(*pair) for pair in PAIRS])
-def test_pairs_of_layouts_through_the_kernel(mesh_shape, engines, kind, transport):
-    trainers = torch.Size(mesh_shape).numel()
-    arguments = "test_update", mesh_shape, kind, torch.float32, MIB, 2, transport
-    world = trainers, engines, train_through_the_kernel, serve_through_the_kernel, *arguments
-    assert run_world(*world, deadline_s=300)[1] == [([], True)] * engines
-
-
-@pytest.mark.sweep
-def test_every_way_to_hold_a_shard_through_the_kernel():
-    """In its own dtype, and with a cast."""
-    for live, dtype in (
-        (torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float32, torch.bfloat16),
-    ):
-        ways = [(way.__name__, dtype) for way in importlib.import_module("test_source_updates").WAYS]
-        arguments = train_through_the_kernel, serve_through_the_kernel, "test_source_updates", live, ways
-        _, served = run_world(3, 2, *arguments, deadline_s=600)
-        assert served == [(([], 2 * len(ways)), True)] * 2
 
 
 # -- for real GPUs

@@ -90,10 +90,8 @@ def test_a_checksum_depends_on_where_a_value_is() -> None:
     message = torch.arange(ROW_WORDS * 4 * 2, dtype=torch.int64).to(torch.uint8)
     swapped = message.clone()
     swapped[:4], swapped[4:8] = message[4:8], message[:4]
-    rows = message.view(2, -1).flip(0).contiguous().view(-1)
     found = {message_checksum(m, row) for m in (message, swapped) for row in (0, 1)}
     assert len(found) == 4
-    assert message_checksum(message, 0) == message_checksum(rows, 0) or not torch.equal(message, rows)
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 100))

@@ -1,6 +1,5 @@
 """Checksums of trainer and engine ranks agree, and any difference is detected and named."""
 
-import itertools
 import zlib
 
 import msgspec
@@ -104,20 +103,6 @@ def test_padding_is_not_looked_at():
     world = World(engines=4)
     world.engines[-1].model.embed.data[-1] = 7  # 21 rows on 4 ranks of 6
     assert world.differing() == [""] * 4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_flipped_bit_is_noticed_where_it_is(dtype):
-    world = World("tp", 2, dtype)
-    tensors = {"embed": "embed", "qkv": "q", "gate_up": "gate", "down": "down", "norm": "norm"}
-    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    for (parameter, tensor), bit in itertools.product(tensors.items(), range(8 * dtype.itemsize)):
-        bits = getattr(world.engines[1].model, parameter).data.view(integer).view(-1)
-        flip = torch.tensor(1 << bit).to(integer)
-        bits[5 * bit % 64] ^= flip
-        assert world.differing() == ["", f"{tensor}.weight"], bit
-        bits[5 * bit % 64] ^= flip
-    assert world.differing() == ["", ""]
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tp", "hsdp"])

@@ -8,22 +8,20 @@ import pytest
 import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
-from sglang_reshard.errors import ReshardError
 from sglang_reshard.landings.checked.disagreement import disagreement
 from sglang_reshard.landings.checked.messages import CHANGED_UNDER_WAY
 from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.sources import ExplicitSharding, ShardMap, describe
+from support.refusals import refusal_of
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import answered, receiver_of
 from support.world import run_world
 
 
 def serve(rank: int, size: int, requests: Any, *_: Any) -> str:
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, torch.device("cpu"))
-    for request in requests:
-        requests.answer(receiver.update(request))
+    receiver = receiver_of(ToyRank(rank, size))
+    list(answered(receiver, requests))
     return receiver.torn
 
 
@@ -36,12 +34,9 @@ def train(trainer: Any, kind: str, options: dict[str, Any]) -> str:
         state["down.weight"] = state["down.weight"] + 1
     elif kind == "unknown":
         state["unknown.weight"] = torch.ones(4)
-    try:
-        return sender.update(state, **options).message
-    except ReshardError as error:
-        return str(error)
-    finally:
-        sender.close()
+    _, says = refusal_of(lambda: sender.update(state, **options))
+    sender.close()
+    return says
 
 
 @pytest.mark.parametrize("partial", [False, True])

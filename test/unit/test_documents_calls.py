@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import re
@@ -15,7 +16,7 @@ import pytest
 import typer
 
 import sglang_reshard
-from sglang_reshard import SenderOptions, Snapshots, UpdateOptions, VerlEngine
+from sglang_reshard import SenderOptions, UpdateOptions, VerlEngine
 from sglang_reshard.cli.main import app
 from sglang_reshard.extras.snapshots.of_sender import SnapshotOptions
 from support.documents import DOCUMENTS, ROOT, blocks, commands
@@ -25,6 +26,7 @@ SCRIPTS = sorted(
     str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".sh")
 )
 PROGRAMS = [name for name in SCRIPTS if name.endswith(".py")]
+OPTIONS = SenderOptions, UpdateOptions, SnapshotOptions
 CLASSES = {name: kind for name in sglang_reshard.__all__ if inspect.isclass(kind := getattr(sglang_reshard, name))}
 
 
@@ -109,9 +111,7 @@ def wrong_calls(body: str) -> Iterator[str]:
     names: dict[str, Any] = dict(CLASSES)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang_reshard"):
-            scope: dict[str, Any] = {}
-            exec(compile(ast.Module([node], []), "a block", "exec"), scope)
-            names |= {name: value for name, value in scope.items() if not name.startswith("__")}
+            exec(compile(ast.Module([node], []), "a block", "exec"), names)
     made = {
         target.id: names[node.value.func.id]
         for node in ast.walk(tree)
@@ -121,59 +121,40 @@ def wrong_calls(body: str) -> Iterator[str]:
     }
     calls = sorted((n for n in ast.walk(tree) if isinstance(n, ast.Call)), key=lambda n: (n.lineno, n.col_offset))
     for call in calls:
-        given = {keyword.arg for keyword in call.keywords if keyword.arg}
-        kind = made.get(ast.unparse(call.func.value)) if isinstance(call.func, ast.Attribute) else None
-        if kind is not None and not hasattr(kind, call.func.attr):
-            yield f"{ast.unparse(call.func)}: {kind.__name__} has no {call.func.attr}"
         meant = list(functions(call.func, names, made))
-        if meant and not any(takes(owner, function, given) for owner, function in meant):
+        given = {keyword.arg for keyword in call.keywords if keyword.arg}
+        if meant and not any(takes(function, given) for function in meant):
             yield f"{ast.unparse(call.func)}: {sorted(given)} in {ast.unparse(call)}"
 
 
-def functions(called: ast.expr, names: Mapping[str, Any], made: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields the functions that a call may mean, each with its class, or None."""
-    if isinstance(called, ast.Name) and callable(found := names.get(called.id)):
-        yield (found if inspect.isclass(found) else None), found
-    if not (isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name)):
-        return
-    owner = called.value.id
-    if owner in made or owner in CLASSES:
-        kinds = [made.get(owner) or CLASSES[owner]]
-    elif owner in ("sender", "engine", "receiver", "stream", "snapshots", "server", "policy"):
-        kinds = list(CLASSES.values())  # made elsewhere
-    else:
-        return
-    for kind in kinds:
-        if callable(method := getattr(kind, called.attr, None)):
-            yield kind, method
+def functions(called: ast.expr, names: Mapping[str, Any], made: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields the functions that a call may mean; None for a method that a class does not have."""
+    match called:
+        case ast.Name(name) if getattr(names.get(name), "__module__", "").startswith("sglang_reshard"):
+            yield names[name]
+        case ast.Attribute(ast.Name(owner), method) if owner in {**made, **CLASSES}:
+            yield getattr(made.get(owner) or CLASSES[owner], method, None)
+        case ast.Attribute(
+            ast.Name("sender" | "engine" | "receiver" | "stream" | "snapshots" | "server" | "policy"), method
+        ):
+            yield from (f for kind in CLASSES.values() if callable(f := getattr(kind, method, None)))  # made elsewhere
 
 
-def takes(owner: Any, function: Any, given: set[str]) -> bool:
+def takes(function: Any, given: set[str]) -> bool:
     """Returns whether the function has parameters, or options by name, of all these names."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:
-        return True
+    if function is None:
+        return False
+    parameters = inspect.signature(function).parameters.values()
     rest = given - {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     others = {p.name for p in parameters if p.kind is p.VAR_KEYWORD}
     if not rest or not others:
         return not rest
-    if owner is Snapshots:
-        return rest <= names_of(SnapshotOptions)
-    if owner is VerlEngine and inspect.isclass(function):
-        try:
-            SenderOptions.split(dict.fromkeys(rest))
-        except TypeError:
-            return False
-        return True
-    if "given" in others:
-        opens = inspect.isclass(function) or function.__name__ in ("over", "within")
-        return rest <= names_of(SenderOptions if opens else UpdateOptions)
-    return True  # handed on to SGLang
-
-
-def names_of(kind: Any) -> set[str]:
-    return {field.name for field in dataclasses.fields(kind)}
+    if function is VerlEngine:
+        with contextlib.suppress(TypeError):  # one that is nearly an option
+            return bool(SenderOptions.split(dict.fromkeys(rest)))
+        return False
+    options = {field.name for kind in OPTIONS for field in dataclasses.fields(kind)}
+    return rest <= options or not others & {"given", "options"}  # or it hands them on to SGLang
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

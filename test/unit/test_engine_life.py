@@ -163,48 +163,6 @@ def test_buffers_are_freed_after_the_stream_that_writes_them_has_ended() -> None
     assert noted[noted.index("own stream ended") :][:3] == ["own stream ended", "cleared", "answered"]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_an_own_stream_waits_for_all_others_first_and_for_itself_last(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    """Point 19. The thread that enters it does not know on which stream the model runs."""
-    noted: list[str] = []
-
-    @contextmanager
-    def entered(what: Any) -> Iterator[None]:
-        noted.append(f"into {what}")
-        yield
-        noted.append(f"out of {what}")
-
-    class Stream:
-        def __init__(self, device: torch.device) -> None:
-            noted.append("a new stream")
-
-        def __str__(self) -> str:
-            return "its stream"
-
-        def synchronize(self) -> None:
-            noted.append("it has ended")
-
-    monkeypatch.setattr(torch.cuda, "device", lambda device: entered(device))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered(stream))
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: noted.append(f"all of {device} has ended"))
-    gpus = CudaRuntime()
-    for _ in range(2):
-        noted.clear()
-        try:
-            with gpus.own_stream(torch.device("cuda:1")):
-                noted.append("block")
-                if fails:
-                    raise Mismatch("spoiled")
-        except Mismatch:
-            pass
-    assert [word for word in noted if not word.startswith("out of")] == [
-        "into cuda:1", "all of cuda:1 has ended", "into its stream", "block", "it has ended",
-    ]  # fmt: skip
-
-
 # -- the model's own work, and figures of memory
 
 

@@ -31,13 +31,3 @@ def test_every_rank_is_told_what_one_of_them_has_found():
     assert found == [None, TOLD, TOLD]
     assert refusal[0] == "Unsupported"
     assert "trainer rank 1" in refusal[1]
-
-
-def test_a_process_without_a_group_looks_at_its_own_tensors():
-    model = torch.nn.Linear(2, 3)
-    assert first_not_finite(model) is None
-    with torch.no_grad():
-        model.bias[2] = -float("inf")
-    assert "trainer rank 0: 1 of the 3 elements of bias on this rank are not finite (1 infinite)" in first_not_finite(
-        model
-    )

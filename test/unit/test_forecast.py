@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from sglang_reshard.cli.main import app
-from sglang_reshard.cli.plan.checkpoint import prepare, presets, with_layers
+from sglang_reshard.cli.plan.checkpoint import prepare, with_layers
 from sglang_reshard.cli.plan.rank_model import RankModel, buckets_bytes, engine_load
 from sglang_reshard.cli.plan.request import Source, layout_of
 from sglang_reshard.errors import Mismatch, Unsupported
@@ -28,7 +28,6 @@ from support.plans import HOST, copies_of, empty_targets, meshed_layouts, read_p
 from support.plans import shards as cut_shards
 from support.sent import CPU, reads_of, receiving
 from support.sweep import examples
-from support.toy import ToyRank, checkpoint
 
 QUESTION = ["--source", "tp=4", "--target", "tp=8"]
 
@@ -59,16 +58,6 @@ def test_plotting_without_matplotlib_says_what_to_install(monkeypatch):
 
 
 # -- the model
-
-
-def test_presets_are_configs(tmp_path):
-    assert set(presets()) == {"deepseek-v3", "llama-3.1-70b", "qwen3-235b-a22b", "qwen3-30b-a3b", "qwen3-8b"}
-    for name in presets():
-        into = tmp_path / name
-        into.mkdir()
-        config = json.loads((prepare(name.upper(), 3, into) / "config.json").read_text())
-        assert config["num_hidden_layers"] == 3
-        assert config["architectures"]
 
 
 def test_a_folder_is_taken_as_it_is_and_shortened_beside_it(tmp_path):
@@ -169,21 +158,6 @@ def test_loads_are_those_of_the_transports(data, bucket):
 
 
 # -- a model without memory
-
-
-@pytest.mark.parametrize("rank", range(4))
-def test_a_model_on_the_meta_device_is_traced_as_one_in_memory(rank):
-    specs = [TensorSpec(n, tuple(t.shape), "float32") for n, t in checkpoint(0).items()]
-    real = trace(ToyRank(rank, 4), specs)
-    with torch.device("meta"):
-        model = ToyRank(rank, 4)
-    found = trace(model, specs)
-    assert found.copies == real.copies
-    assert [(s.target, s.description) for s in found.steps] == [(s.target, s.description) for s in real.steps]
-    assert {n: (t.shape, t.dtype) for n, t in found.targets.items()} == {
-        n: (t.shape, t.dtype) for n, t in real.targets.items()
-    }
-    assert all(t.device.type == "meta" for t in found.targets.values())
 
 
 class InHostMemory(torch.nn.Module):

@@ -2,6 +2,8 @@
 
 import fnmatch
 import re
+from functools import partial
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from sglang_reshard.trace.tracer import trace
 from support.sweep import examples
 from support.toy import ToyRank, checkpoint
 from support.toy_repacking import Repacking, live_tensors, started, weights
+from support.toy_serving import answered, receiver_of
 from support.world import run_world
 from tools.oracle.replay import replay
 from toy_loader import specs_of
@@ -47,7 +50,7 @@ def loaded(rank, size, tensors):
     return model
 
 
-def serve(rank, size, requests, *_, changes=(), fail_in=None):
+def serve(rank, size, requests, *_, changes=MappingProxyType({}), fail_in=None):
     """Answers updates. Returns for each what is live. `changes`: of the requests, by their numbers from 0."""
     model = loaded(rank, size, checkpoint(0))
     target = TracedModel(model, start=on(checkpoint(0)))
@@ -56,7 +59,7 @@ def serve(rank, size, requests, *_, changes=(), fail_in=None):
     for number, request in enumerate(requests):
         if number == fail_in:
             monkey.setattr(UpdateExecutor, "_move", cut)
-        requests.answer(receiver.update(replace(request, **dict(changes).get(number, {}))))
+        requests.answer(receiver.update(replace(request, **changes.get(number, {}))))
         monkey.undo()
         found.append(values(model))
     return found
@@ -160,11 +163,8 @@ def test_a_lost_answer_with_a_kept_part_leaves_the_digest_unknown():
 
 
 def serve_and_share(rank, size, requests):
-    model = ToyRank(rank, size)
-    model.load_weights(checkpoint(0).items())
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
-    for request in requests:
-        requests.answer(receiver.update(request))
+    receiver = receiver_of(loaded(rank, size, checkpoint(0)))
+    list(answered(receiver, requests))
     with pytest.raises(Unsupported, match="did not write down and others"):
         receiver.live_program()
     return True
@@ -253,13 +253,11 @@ WHOLE = ((), {})
 QKV = (("q.weight", *PARTS), {"frozen": ["qkv"]})
 
 
-def serve_from_dummy(rank, size, requests, *_):
-    return serve(rank, size, requests, changes={n: DUMMY for n in range(4)})
-
-
 @pytest.mark.parametrize(("part", "kept"), [(PART, KEPT), (TOWER_PART, ("down", "norm"))])
 def test_what_an_engine_never_had_is_refused(part, kept):
-    told, found = run_world(1, 2, train, serve_from_dummy, [part, WHOLE, part, part])
+    told, found = run_world(
+        1, 2, train, partial(serve, changes=dict.fromkeys(range(4), DUMMY)), [part, WHOLE, part, part]
+    )
     assert f"engine rank 0: {', '.join(kept)} would stay as they are, and nothing has brought them" in told[0][0]
     assert told[0][0].count("engine rank 0") == 1
     assert "load_format='dummy'" in told[0][0]
@@ -267,22 +265,14 @@ def test_what_an_engine_never_had_is_refused(part, kept):
     assert found[0][0] == values(loaded(0, 2, checkpoint(0)))  # nothing was written
 
 
-def serve_released(rank, size, requests, *_):
-    """The weights are released before the third request, and loaded from disk before the fourth."""
-    lost, from_disk = DUMMY, {"stock_changes": 2, "stock_loaded": True}
-    return serve(rank, size, requests, changes={2: lost, 3: from_disk})
-
-
 @pytest.mark.parametrize(("part", "kept"), [(PART, KEPT), (TOWER_PART, ("down", "norm"))])
 def test_what_was_released_has_to_be_brought_again(part, kept):
-    told, _ = run_world(1, 1, train, serve_released, [WHOLE, part, part, part])
+    """The weights are released before the third request, and loaded from disk before the fourth."""
+    released = {2: DUMMY, 3: {"stock_changes": 2, "stock_loaded": True}}
+    told, _ = run_world(1, 1, train, partial(serve, changes=released), [WHOLE, part, part, part])
     assert [names for names, _ in told[0][:2]] == [(), kept]
     assert f"{', '.join(kept)} would stay" in told[0][2]
     assert told[0][3][0] == kept
-
-
-def serve_torn(rank, size, requests, *_):
-    return serve(rank, size, requests, fail_in=1)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +286,7 @@ def serve_torn(rank, size, requests, *_):
     ],
 )
 def test_of_a_torn_update_only_what_it_did_not_write_may_stay(torn, then, unsound):
-    told, _ = run_world(1, 2, train, serve_torn, [WHOLE, torn, then, WHOLE, PART])
+    told, _ = run_world(1, 2, train, partial(serve, fail_in=1), [WHOLE, torn, then, WHOLE, PART])
     assert told[0][1].startswith("TornWeights")
     assert f"engine rank 0: {unsound} would stay" in told[0][2] if unsound else told[0][2][0] == KEPT
     assert [names for names, _ in told[0][3:]] == [(), KEPT]

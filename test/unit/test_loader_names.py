@@ -16,6 +16,7 @@ from sglang_reshard.errors import EngineRefused, Mismatch
 from sglang_reshard.layout.names import Renaming, is_held_back
 from sglang_reshard.trace.loader import NamesRead
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import answered
 from support.world import run_world
 
 
@@ -64,10 +65,8 @@ KINDS = {"raises": ToyRank, "skips": Skipping, "nested": Nested, "stages": Stage
 def serve(rank, size, requests, kind, *_):
     """Answers updates; returns for each whether the weights are those of versions 1, 2, 3 in turn."""
     model = KINDS[kind](rank, size)
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
-    exact = []
-    for version, request in enumerate(requests, start=1):
-        requests.answer(receiver.update(request))
+    receiver, exact = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu")), []
+    for version, _request in enumerate(answered(receiver, requests), start=1):
         stock = KINDS[kind](rank, size)
         prefix = "model.language_model." if kind == "nested" else ""
         named = {f"{prefix}{n}": t for n, t in checkpoint(version).items()}
@@ -129,59 +128,43 @@ def test_wrappers_are_taken_off_where_the_loader_reads_what_is_left(kind):
     assert all(digests.pop())
 
 
-def train_text(trainer, _, tower):
+def train_once(trainer, _, state, options):
+    """What the report of an update says, or its refusal."""
     sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
-    state = {f"module.model.{name}": tensor for name, tensor in checkpoint(1).items()}
-    state[tower] = torch.ones(4)
-    report = sender.update(state, verify="full")
-    sender.close()
-    return report.message
+    try:
+        return sender.update(state, **options).message
+    except EngineRefused as error:
+        return str(error)
+    finally:
+        sender.close()
 
 
 @pytest.mark.parametrize("tower", ["visual.module.weight", "module.visual.module.weight"])
 def test_the_language_model_of_a_larger_engine_is_found_and_a_module_named_module_kept(tower):
-    told, exact = run_world(1, 2, train_text, serve, "nested", tower)
+    state = {f"module.model.{name}": tensor for name, tensor in checkpoint(1).items()} | {tower: torch.ones(4)}
+    told, exact = run_world(1, 2, train_once, serve, "nested", state, {"verify": "full"})
     assert exact == [[True]] * 2
     assert "module.model.embed.weight is read as model.language_model.embed.weight" in told[0]
     assert "visual.module.weight is read as visual.weight" not in told[0]
 
 
-def train_refused(trainer, _, extra, options):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
-    try:
-        return sender.update(checkpoint(1) | {name: torch.ones(48, 16) for name in extra}, **options).message
-    except EngineRefused as error:
-        return str(error)
-    finally:
-        sender.close()
-
-
 @pytest.mark.parametrize("kind", ["raises", "skips"])
 def test_two_tensors_that_would_share_a_name_are_refused_by_both_names(kind):
-    told, _ = run_world(1, 2, train_refused, serve, kind, ["module.q.weight"], {})
+    double = checkpoint(1) | {"module.q.weight": torch.ones(48, 16)}
+    told, _ = run_world(1, 2, train_once, serve, kind, double, {})
     assert "q.weight and module.q.weight are both q.weight without the prefixes of wrappers" in told[0]
-    told, _ = run_world(1, 1, train_refused, serve, kind, ["_orig_mod.x.weight", "module.x.weight"], {})
+    double = checkpoint(1) | dict.fromkeys(("_orig_mod.x.weight", "module.x.weight"), torch.ones(48, 16))
+    told, _ = run_world(1, 1, train_once, serve, kind, double, {})
     assert ("does not read" in told[0]) == (kind == "skips")
-
-
-def train_peft(trainer, _, options):
-    """A whole PEFT model: base weights under its names for them, and those of the adapter."""
-    adapter = {f"base_model.model.q.lora_{ab}.default.weight": torch.ones(2, 2) for ab in "AB"}
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
-    try:
-        return sender.update(wrapped(1, "peft") | adapter, **options).message
-    except EngineRefused as error:
-        return str(error)
-    finally:
-        sender.close()
 
 
 @pytest.mark.parametrize("kind", ["raises", "skips"])
 def test_a_whole_peft_model_is_refused_with_what_to_send(kind):
-    told, _ = run_world(1, 2, train_peft, serve, kind, {})
+    whole = wrapped(1, "peft") | {f"base_model.model.q.lora_{ab}.default.weight": torch.ones(2, 2) for ab in "AB"}
+    told, _ = run_world(1, 2, train_once, serve, kind, whole, {})
     for cure in ("sender.lora_adapter(", "adapter_tensors(model)", "merge_adapter()", "base_tensors(", "ignore="):
         assert cure in told[0]
-    told, exact = run_world(1, 2, train_peft, serve, kind, {"ignore": "*lora_*"})
+    told, exact = run_world(1, 2, train_once, serve, kind, whole, {"ignore": "*lora_*"})
     assert "ignored: base_model.model.q.lora_A.default.weight, base_model.model.q.lora_B" in told[0]
     assert exact == [[True]] * 2
 

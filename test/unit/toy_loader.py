@@ -1,9 +1,12 @@
 """A model of a few tensors whose loader a test writes as one function, and the comparison with running it."""
 
+from types import SimpleNamespace
+
 import torch
 
 from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.trace.block_formats import FP8
 from sglang_reshard.trace.live import live_tensors
 from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
@@ -24,6 +27,17 @@ class Toy(torch.nn.Module):
         self.load(self, weights)
 
 
+class BlockFp8Linear(torch.nn.Module):
+    """Keeps a matrix in float8_e4m3fn, with a scale for each block."""
+
+    def __init__(self, rows, columns, block=(4, 4)):
+        super().__init__()
+        scales = [-(-n // b) for n, b in zip((rows, columns), block, strict=True)]
+        self.weight = torch.nn.Parameter(torch.zeros(rows, columns).to(FP8), requires_grad=False)
+        self.weight_scale_inv = torch.nn.Parameter(torch.zeros(scales), requires_grad=False)
+        self.quant_method = SimpleNamespace(quant_config=SimpleNamespace(weight_block_size=list(block)))
+
+
 def specs_of(weights):
     return [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
 
@@ -36,8 +50,11 @@ def as_bytes(tensor):
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
-def check(make, weights):
-    """Trace, replay, and compare with what the loader does itself; twice, as updates repeat. The program."""
+def check(make, weights, stored=dict.copy):
+    """Trace, replay, and compare with what the loader does itself; twice, as updates repeat. The program.
+
+    stored  what a checkpoint has in place of such weights, if the engine converts them
+    """
     traced, stock = make(), make()
     fill_with_garbage(traced)
     before, signature = contents(traced), LiveSignature(traced).current()
@@ -49,7 +66,7 @@ def check(make, weights):
         fill_with_garbage(stock)
         replay(program, weights)
         with torch.no_grad():
-            stock.load_weights(iter([(n, t.clone()) for n, t in weights.items()]))
+            stock.load_weights(iter([(n, t.clone()) for n, t in stored(weights).items()]))
         assert contents(traced) == contents(stock)
         assert LiveSignature(traced).current() == signature, "the update moved something"
         weights = {n: t.flip(0) if t.dim() else -t for n, t in weights.items()}
