@@ -273,25 +273,45 @@ def test_a_finding_of_the_doctor_is_the_codes_own(finding):
 
 
 # Commands as the documents give them, as patterns, and what runs them, or the code behind them on something smaller.
-# Others look at those of make, and tests run themselves.
 RUN_BY = {
-    r"(\.venv/bin/)?sglang-reshard selftest( .*)?": "test/engine/test_selftest_run.py",
+    r"make (setup|lint|test|setup-newest|setup-nixl)": ".ci/run",
+    r"make test PYTEST_ARGS=test/unit": ".ci/run",
+    r"make demo( .*)?|(\.venv/bin/)?sglang-reshard selftest( .*)?": "test/engine/test_selftest_run.py",
     r"sglang-reshard selftest --verl( .*)?": "test/verl/test_selftest_verl.py",
     r"torchrun .* -m sglang_reshard\.selftest": "test/hosts/test_selftest_hosts.py",
     r"sglang-reshard (--version|COMMAND --help)": "test/unit/test_command_line.py",
     r"sglang-reshard report( .*)?": "test/unit/test_report_page.py",
+    r"make test-verl|\.venv/bin/python -m pytest test/verl/.*": "test/verl/test_megatron.py",
+    r"make setup-diffusion": "test/other_engines/test_diffusion.py",
+    r"make setup-vllm": "test/other_engines/test_vllm_engine.py",
+    r"make setup-torchrl": "test/trainers/test_torchrl.py",
+    r"make setup-bridge|.*pytest test/verl/test_megatron_bridge\.py": "test/verl/test_megatron_bridge.py",
+    r"make test-trainers": "test/trainers/test_fsdp1.py",
+    r"\.venv/bin/python -m pytest test/trainers/test_megatron_live\.py": "test/trainers/test_megatron_live.py",
     r"python examples/two_collectors\.py": "test/trainers/test_module_receiver.py",
-    r"python -m benchmark\.fuzz .*": "test/fuzz/test_frames.py",
-    r"python -m benchmark\.fuzz_deltas .*": "test/fuzz/test_hostile_deltas.py",
-    r"python -m benchmark\.soak .*": "test/engine/live/test_soak_short.py",
-    r"python -m benchmark\.gpu(\.record)?( .*)?": "test/unit/test_gpu_battery.py",
+    r"make test-hosts": "test/hosts/test_networks.py",
+    r"make test-serving": "test/engine/live/test_many_ranks_server.py",
+    r"make bench-deltas": "test/unit/test_delta_updates.py",
+    r"make (test|bench)-async": "test/unit/test_update_async.py",
+    r"torchrun --nproc-per-node N -m pytest test/multi_gpu": "test/engine/test_multi_gpu_rehearsal.py",
+    r"make test-gpu-rules": "test/gpu_rules/test_the_harness.py",
+    r"make test-all": "test/engine/architectures/test_architectures.py",
+    r"make test-faults": "test/faults/test_storm.py",
+    r"make test-newest": "test/engine/live/test_newest.py",
+    r"make test-matrix": "test/matrix/test_releases.py",
+    r"make fuzz|python -m benchmark\.fuzz .*": "test/fuzz/test_frames.py",
+    r"make fuzz-deltas|python -m benchmark\.fuzz_deltas .*": "test/fuzz/test_hostile_deltas.py",
+    r"make soak|python -m benchmark\.soak .*": "test/engine/live/test_soak_short.py",
+    r"make (test-gpu|gpu-bundle)( .*)?|python -m benchmark\.gpu(\.record)?( .*)?": "test/unit/test_gpu_battery.py",
     r"python -m benchmark\.mesh_to_mesh": "test/trainers/test_mesh_to_mesh.py",
     r"python -m benchmark\.parameter_stream": "test/unit/test_parameter_stream.py",
     r"python -m benchmark\.block_fp8": "test/unit/test_block_fp8_updates.py",
-    r"python -m benchmark(\.\w+)?( .*)?": "test/unit/test_benchmark.py",
+    r"make bench.*|python -m benchmark(\.\w+)?( .*)?": "test/unit/test_benchmark.py",
+    r"python -m pytest test/unit/test_derived_patterns\.py": "test/unit/test_derived_patterns.py",
     r"python -m tools\.prose( .*)?": "test/unit/test_prose.py",
+    r"make docs(-serve)?": "test/unit/test_site.py",
     r"python -m tools\.website\.pages": "test/unit/test_reference_pages.py",
-    r"pip (install|uninstall) .*": "test/engine/release/test_fork.py",
+    r"make lock|pip (install|uninstall) .*|make (wheel|fork|test-fork)( .*)?": "test/engine/release/test_fork.py",
     r"sglang-reshard plan( .*)?": "test/engine/forecast/test_presets.py",
     r"sglang-reshard pull( .*)?|curl .*/pull_weights.*": "test/engine/live/test_pull.py",
     r"sglang-reshard follow( .*)?": "test/engine/live/test_server.py",
@@ -306,7 +326,7 @@ NOT_OURS = r"docker run --pid=host"
 
 @pytest.mark.parametrize("command", sorted({c for d in DOCUMENTS for c in commands(d)}))
 def test_a_command_is_run_by_a_test(command):
-    if re.fullmatch(NOT_OURS, command) or re.search(r"^make |-m pytest ", command):
+    if re.fullmatch(NOT_OURS, command):
         return
     tests = [test for pattern, test in RUN_BY.items() if re.fullmatch(pattern, command)]
     assert tests, "say in RUN_BY which test runs it"

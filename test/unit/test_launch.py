@@ -123,6 +123,10 @@ def test_an_embedded_engine_leaves_the_environment_as_it_was(stand_in_sglang):
     # prometheus_client reads this one at every new metric: without it SGLang's calls would fail.
     assert os.environ.pop("PROMETHEUS_MULTIPROC_DIR") == "/tmp/metrics"
     assert dict(os.environ) == before
+
+
+def test_an_engine_that_does_not_start_leaves_the_environment_as_it_was(stand_in_sglang):
+    before = dict(os.environ)
     with pytest.raises(RuntimeError, match="out of memory"):
         EmbeddedEngine.start({"fails": True})
     del os.environ["PROMETHEUS_MULTIPROC_DIR"]
