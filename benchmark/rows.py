@@ -13,14 +13,11 @@ from benchmark.trainer import Seen
 from sglang_reshard.observability.report import UpdateReport
 
 
-def rows_of(case: Case, seen: Seen, copies: Sequence[float]) -> Rows:
-    """A row for each path, in the order in which they were run. benchmark/README.md says what each column means.
-
-    copies  seconds of copying `least_bytes`, each time
-    """
+def rows_of(case: Case, seen: Seen) -> Rows:
+    """A row for each path, in the order in which they were run. benchmark/README.md says what each column means."""
     stock = next((statistics.median(timed.seconds) for timed in seen.timed if timed.path == STOCK), None)
     least = max(least_bytes(seen.timed))
-    limit_seconds = statistics.median(copies)
+    limit_seconds = statistics.median(seen.copies)
     return [_row(case, timed, seen, limit_seconds, stock, least) for timed in seen.timed]
 
 

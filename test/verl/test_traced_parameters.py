@@ -209,7 +209,7 @@ def test_engines_without_probes_are_refused(engine, change, why):
 
 def test_parameters_of_one_tensor_that_are_not_tied_are_refused_whichever_rank_has_the_other(engine):
     engine.tasks[3].mapping.hf_param = "hf.layer"
-    with pytest.raises(Unsupported, match="layer and elsewhere, which are not tied, are both converted to hf.layer"):
+    with pytest.raises(Unsupported, match=r"layer and elsewhere, which are not tied, are both converted to hf.layer"):
         Megatron(2).tensors(engine)
     engine.tasks[2].param_weight.shared_embedding = True
     assert [name for name, *_ in Megatron(2).tensors(engine)] == ["hf.embedding.word_embeddings.weight", "hf.layer"]
