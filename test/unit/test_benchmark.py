@@ -102,11 +102,6 @@ def test_where_none_of_our_paths_ran_what_is_lacking_is_not_known():
         rows.rows_of(CASE, Seen([seen().timed[1]], {"ipc": "no such transport"}, [0.1], engine(2)))
 
 
-@pytest.mark.parametrize(("percent", "value"), [(0, 1), (50, 2.5), (95, 3.85), (100, 4)])
-def test_percentiles_lie_between_values(percent, value):
-    assert rows.percentile([4, 1, 3, 2], percent) == pytest.approx(value)
-
-
 def test_the_table_says_what_is_not_bit_exact(tmp_path):
     right, wrong = ({**rows.rows_of(CASE, seen())[0], "bit_exact": exact} for exact in (True, False))
     results.save(tmp_path / "bench.json", results.header("a command", ["a note"]), [right, wrong])
