@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.extras.finite import not_finite
 from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.source_layout import EXPLICIT, first_difference
@@ -16,7 +17,6 @@ from sglang_reshard.sources import (
     describe,
     tied_names,
 )
-from sglang_reshard.sources.finite import not_finite
 from support.toy import checkpoint
 from support.toy_fused import fused
 from test_placements import as_rank
