@@ -71,15 +71,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_newest_is_loaded_and_only_once(run: Path) -> None:
-    loads = Server()
-    follower = SnapshotFollower(run, loads)
-    assert follower.poll() == "step-5"
-    assert_loaded(loads, 5)
-    assert follower.poll() is None
-    assert len(loads.loaded) == 1
-
-
 @pytest.mark.parametrize("where", ["", "store"])
 def test_one_that_is_behind_by_three_reads_what_has_changed(run: Path, tmp_path: Path, where: str) -> None:
     url, loads = f"file://{run}/{where}", Server()

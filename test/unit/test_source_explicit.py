@@ -5,7 +5,7 @@ import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.decoders import pack_blob, unpack_blob
-from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.source_layout import EXPLICIT, first_difference
 from sglang_reshard.sources import (
     ExplicitSharding,
@@ -39,22 +39,6 @@ def rows(*held):
 
 def states_of(tp, ranks):
     return [described(fused(checkpoint(1), tp, ranks, rank), rank, ranks) for rank in range(ranks)]
-
-
-@pytest.mark.parametrize(("tp", "ranks"), [(1, 1), (2, 2), (2, 4)])
-def test_the_shards_of_all_ranks_are_the_checkpoint(tp, ranks):
-    states, whole = states_of(tp, ranks), checkpoint(1)
-    layout = states[0].layout
-    assert all(state.layout == layout for state in states)
-    assert {t.name for t in layout.tensors} == set(whole)
-    for number, tensor in enumerate(layout.tensors):
-        found = torch.full(tensor.shape, NAN)
-        held = layout.shard_map(tensor)
-        for shard in held.shards:
-            for rank in shard.ranks:
-                local = states[rank].shards[number]
-                found[shard.box.slices()] = held.to_local(shard, Region.of(shard.box)).view(local)
-        assert torch.equal(found, whole[tensor.name]), tensor.name
 
 
 def test_a_fused_local_tensor_is_the_shard_of_each():
@@ -111,20 +95,6 @@ def test_the_tensor_whose_piece_is_not_finite_is_named_and_what_is_around_pieces
     state = described(fused(whole, 2, 2, 0), 0, 2)
     assert not_finite(state.layout, state.shards, 0) is None
     assert not all(shard.isfinite().all() for shard in state.shards), "there is padding"
-
-
-def test_every_element_is_looked_at_once(monkeypatch):
-    looked = []
-    aminmax = torch.aminmax
-
-    def counted(values):
-        looked.append(values.numel())
-        return aminmax(values)
-
-    monkeypatch.setattr(torch, "aminmax", counted)
-    (state,) = states_of(1, 1)
-    assert not_finite(state.layout, state.shards, 0) is None
-    assert sum(looked) == sum(t.numel() for t in checkpoint(1).values())
 
 
 # -- local tensors

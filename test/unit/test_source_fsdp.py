@@ -98,28 +98,6 @@ def test_every_moment_of_training_describes_the_sharded_parameters():
     assert results == [[]] * 4
 
 
-def what_unsharded_parameters_are(trainer):
-    """Why it matters: what is registered after a forward is a rounded copy that an optimizer step does not reach."""
-    model = make("mixed precision")
-    model(TOKENS)
-    registered = dict(model.named_parameters())
-    with torch.no_grad():
-        for _, sharded in named_shards(model):
-            sharded._local_tensor.add_(1)
-    full = {n: s.detach().full_tensor() for n, s in named_shards(model) if s is not registered[n]}
-    copies = {n: registered[n] for n in full}
-    return (
-        len(full) > 3,
-        all(not isinstance(c, DTensor) and c.dtype == torch.bfloat16 for c in copies.values()),
-        any(torch.equal(full[n].bfloat16(), c) for n, c in copies.items()),
-    )
-
-
-def test_what_is_registered_after_a_forward_is_rounded_and_out_of_date():
-    results, _ = run_world(2, 0, what_unsharded_parameters_are, None)
-    assert results == [(True, True, False)] * 2
-
-
 def resharded_to_a_smaller_mesh(trainer):
     model = Block()
     fully_shard(model.up, reshard_after_forward=2)

@@ -17,7 +17,6 @@ from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.shard_map import invalid_reason
 from sglang_reshard.layout.source_layout import EXPLICIT, compute_shard_map
-from sglang_reshard.plan import TensorIndex
 from sglang_reshard.sources import (
     ExplicitSharding,
     FusedSlice,
@@ -188,21 +187,6 @@ def test_experts_are_views_of_the_fused_tensors_in_one_layout(way):
                     for rank in shard.ranks:
                         inside = held.to_local(shard, Region.of(shard.box))
                         assert torch.equal(inside.view(states[rank].shards[number]), expected[shard.box.slices()])
-
-
-def test_layers_share_shard_maps_and_are_computed_once():
-    layouts = []
-    for layers in (1, 10):
-        fused._local_slices.cache_clear()
-        with as_rank(1, 4):
-            given = given_by(init_device_mesh("cpu", (4,)), [Shard(0)], layers)
-            layouts.append(describe(given, trainer_rank=1, global_ranks=(0, 1, 2, 3)).layout)
-        assert fused._local_slices.cache_info().misses == 2
-    assert layouts[0].explicit == layouts[1].explicit
-    # Two experts a rank, gate and up alike, and down.
-    assert len(layouts[0].explicit) == 6
-    assert len(TensorIndex.of(layouts[1]).classes) == 6
-    assert [len(layout.tensors) for layout in layouts] == [3 * EXPERTS, 30 * EXPERTS]
 
 
 def test_a_fused_layout_is_as_small_on_the_wire_as_one_of_separate_experts():
