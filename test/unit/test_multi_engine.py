@@ -8,30 +8,9 @@ from sglang_reshard.errors import EngineRefused, Mismatch, Unsupported
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
 from support.several_engines import several_engines_sender
-from support.toy import DRIFTING, ToyRank, checkpoint
-from support.toy_serving import answered, receiver_of, serve_alone
+from support.toy import DRIFTING, checkpoint
+from support.toy_serving import serve_alone
 from support.world import run_world
-
-
-def train(trainer, transport):
-    sender, _host = several_engines_sender(trainer, timeout_s=30, transport=transport)
-    first, second = trainer.send_one
-    told = []
-    for version, engines in enumerate([{"a": first}, {"a": first, "b": second}, {"b": second}], start=1):
-        sender.set_engines(engines)
-        told.append(sorted(sender.update(checkpoint(version).items(), weight_version=str(version))))
-    sender.set_engines({})
-    with pytest.raises(Mismatch, match="set_engines"):
-        sender.update(checkpoint(4).items())
-    sender.close()
-    return told
-
-
-@pytest.mark.parametrize("transport", ["p2p", "broadcast"])
-def test_engines_come_and_go(transport):
-    told, seen = run_world(2, 2, train, serve_alone, transport)
-    assert told == [[["a"], ["a", "b"], ["b"]]] * 2
-    assert seen == [[1, 2], [2, 3]]
 
 
 def train_in_the_background(trainer, folder):
@@ -136,25 +115,3 @@ def test_an_engine_that_one_trainer_rank_cannot_send_to_is_left_out_by_all_of_th
     assert "trainer rank 1: TypeError: 'NoneType' object is not callable" in message
     assert engines == ("a",)
     assert seen == [[1, 2], [0]], "the other engine is not disturbed"
-
-
-def train_and_offload(trainer):
-    sender, _host = several_engines_sender(trainer, timeout_s=30, transport="ipc")
-    sender.set_engines({"a": trainer.send_one[0]})
-    seconds = [
-        sender.update(checkpoint(1).items(), weight_version="1", unmap_after=unmap_after)["a"].seconds
-        for unmap_after in (True, False)
-    ]
-    sender.close()
-    return [sorted(phases) for phases in seconds]
-
-
-def serve_and_look(rank, size, requests):
-    receiver = receiver_of(ToyRank(0, 1))
-    return [receiver._executor.transfers.last is not None for _ in answered(receiver, requests)]
-
-
-def test_memory_is_unmapped_where_it_is_asked_for():
-    told, kept = run_world(1, 1, train_and_offload, serve_and_look)
-    assert kept == [[False, True]]
-    assert "plan" in told[0][1]

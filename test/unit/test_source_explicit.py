@@ -4,14 +4,12 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box
-from sglang_reshard.layout.source_layout import EXPLICIT, first_difference
+from sglang_reshard.layout.source_layout import first_difference
 from sglang_reshard.sources import (
     ExplicitSharding,
     ShardBox,
     ShardMap,
-    SourceLayout,
     blocks,
     describe,
     tied_names,
@@ -53,18 +51,6 @@ def test_local_bytes_are_those_of_the_shards():
     (state,) = states_of(1, 1)
     assert state.layout.local_bytes() == (sum(t.numel() * 4 for t in checkpoint(1).values()),)
     assert sum(s.numel() * 4 for s in state.shards) > 1.5 * state.layout.local_bytes()[0]
-
-
-def test_the_layout_is_the_same_after_the_wire():
-    layout = states_of(2, 4)[0].layout
-    read = unpack_blob(pack_blob(layout)[1], SourceLayout)
-    assert read == layout
-    q = next(t for t in read.tensors if t.name == "q.weight")
-    assert q.mesh == EXPLICIT
-    assert [(p.box.start, p.ranks, p.local_start) for p in read.shard_map(q).shards] == [
-        ((0, 0), (0, 2), (0, 0)),
-        ((24, 0), (1, 3), (0, 0)),
-    ]
 
 
 # -- tied weights, and weights that are not finite

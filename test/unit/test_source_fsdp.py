@@ -12,10 +12,28 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import describe, named_shards, tied_names
-from support.layouts import Block
 from support.world import run_world
 
 TOKENS = torch.arange(6).view(2, 3)
+
+
+class Block(nn.Module):
+    """A small model without anything even about it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 8)
+        self.up = nn.Linear(8, 6)
+        self.down = nn.Linear(6, 8)
+        self.experts = nn.Parameter(torch.randn(2, 4, 5))  # [expert, a, b]
+        self.gate = nn.Parameter(torch.randn(1))  # one element: all ranks but one have none
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.gate * self.down(torch.relu(self.up(x)))
+        return self.norm(x) * self.experts.sum()
 
 
 def make(kind):

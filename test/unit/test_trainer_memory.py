@@ -1,7 +1,8 @@
-"""What cannot be read of trainer ranks is sent, and what has moved is sent again."""
+"""One handle of each trainer rank is tried before it is mapped, and what cannot be read or has moved is sent again."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,13 +10,71 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine import trainer_memory
+from sglang_reshard.engine.trainer_memory import TrainerMemory
 from sglang_reshard.gpu.runtime import CudaRuntime, use
 from support import toy_serving
 from support.toy import checkpoint
 from support.toy_trainers import State
 from support.world import run_world
 
+CPU = torch.device("cpu")
+READS = {0: "wx", 1: "y"}  # trainer rank -> what is read of it
 NO_HANDLES = "its GPU memory has no CUDA IPC handle"
+
+
+class Trace:
+    """Stands in for the session and for what opens handles, and records what is done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[str] = []
+        self.reasons: dict[str, str] = {}
+        monkeypatch.setattr(trainer_memory, "check_handles", lambda *_: None)
+        monkeypatch.setattr(trainer_memory, "unreadable_reason", self.try_one)
+        monkeypatch.setattr(trainer_memory, "PeerMemory", self.map)
+        monkeypatch.setattr(trainer_memory, "unmap", self.unmap)
+
+    def get(self, key: str, *_: object) -> str:
+        digest = key.rpartition("/")[2]
+        self.done.append(f"fetch {digest}")
+        return digest
+
+    def try_one(self, handles: str, trainer_rank: int, device: torch.device) -> str:
+        self.done.append(f"try {handles}")
+        return self.reasons.get(handles, "")
+
+    def map(self, trainer_rank: int, handles: str, device: torch.device, reads: Any) -> Any:
+        self.done.append(f"map {reads} of {handles}")
+        return SimpleNamespace(handles=handles, covers=lambda others: set(others) <= set(reads))
+
+    def unmap(self, memories: Any) -> None:
+        if memories:
+            self.done.append(f"close {' '.join(memory.handles for memory in memories)}")
+
+    def since(self) -> list[str]:
+        done, self.done = self.done, []
+        return done
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Trace:
+    return Trace(monkeypatch)
+
+
+def asked(seen: Trace, *handles: str) -> Any:
+    return SimpleNamespace(request=SimpleNamespace(handles=handles, timeout_s=1.0), session=seen)
+
+
+def test_old_memory_is_unmapped_before_a_new_handle_is_tried(seen):
+    """Its address, and even its handle, may be those of the new memory."""
+    memory = TrainerMemory(CPU)
+    memory.unreadable([0, 1], asked(seen, "a0", "b0"), None)
+    memory.map(READS, asked(seen, "a0", "b0"), None)
+    seen.since()
+    memory.unreadable([0, 1], asked(seen, "a0", "b1"), None)
+    memory.map(READS, asked(seen, "a0", "b1"), None)
+    assert seen.since() == ["close b0", "fetch b1", "try b1", "map y of b1"]
+    memory.unreadable([0, 1], asked(seen, "a1", "b2"), None)
+    assert seen.since()[0] == "close a0 b1", "together"
 
 
 # -- end to end, on a host without GPUs: engine rank 1 cannot map trainer rank 0's memory for a while
