@@ -280,7 +280,7 @@ RUN_BY = {
     r"sglang-reshard selftest --verl( .*)?": "test/verl/test_selftest_verl.py",
     r"torchrun .* -m sglang_reshard\.selftest": "test/hosts/test_selftest_hosts.py",
     r"sglang-reshard (--version|COMMAND --help)": "test/unit/test_command_line.py",
-    r"sglang-reshard report( .*)?": "test/unit/test_report_page.py",
+    r"sglang-reshard report( .*)?": "test/unit/test_report.py",
     r"make test-verl|\.venv/bin/python -m pytest test/verl/.*": "test/verl/test_megatron.py",
     r"make setup-diffusion": "test/other_engines/test_diffusion.py",
     r"make setup-vllm": "test/other_engines/test_vllm_engine.py",
