@@ -93,8 +93,9 @@ def functions_of(python_module: types.ModuleType) -> tuple[Uses, ...]:
 
 def functions_that_mention(package: str, *names: str) -> Iterator[Uses]:
     """Yields the functions of all imported Python modules of a package whose code has all these names."""
-    for name, python_module in list(sys.modules.items()):
-        if name.startswith(package) and name.partition(".")[0] == package and python_module is not None:
+    for name in [name for name in list(sys.modules) if name.startswith(package)]:
+        python_module = sys.modules.get(name)
+        if name.partition(".")[0] == package and python_module is not None:
             yield from (uses_of(code) for code in _codes_of(python_module) if _mentioned(code).issuperset(names))
 
 
