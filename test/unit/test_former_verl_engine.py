@@ -24,7 +24,7 @@ from support.world import run_world
 
 ROWS = dict(table("docs/usage/migration.md", "## SGLang's former `VerlEngine`"))
 SHOWN = {
-    "the engine has as many ranks as the mesh": "test/engine/live/test_reshard.py::test_fsdp2_over_tp_into_a_larger",
+    "the engine has as many ranks as the mesh": "test/engine/pairs/test_pairs.py::test_gpu_code_paths",
     '`backend="server"` starts a server': "test/engine/live/test_server.py::test_a_script_does_the_same_with_a_server",
     "`shutdown` ends every child of the process": "test/unit/test_verl_engine.py::test_a_shutdown_ends_the_engine",
 }
