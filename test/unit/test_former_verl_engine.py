@@ -28,7 +28,7 @@ HERE = "test/unit/test_former_verl_engine.py"
 SHOWN = {  # by the first words of a row
     "`update_weights_from_tensor`": f"{HERE}::test_the_items_of_a_sharded_state_dict",
     "`load_format=`": f"{HERE}::test_a_load_format_is_refused",
-    "the engine has as many": "test/engine/live/test_reshard.py::test_fsdp2_over_tp_into_a_larger",
+    "the engine has as many": "test/engine/pairs/test_pairs.py::test_gpu_code_paths",
     '`backend="server"`': "test/engine/live/test_server.py::test_a_script_does_the_same_with_a_server",
     "`shutdown` ends": "test/unit/test_verl_engine.py::test_a_shutdown_ends_the_engine",
     "`list(state_dict.items())`": "test/unit/test_tied_heads.py::test_it_is_compared_in_every_update",

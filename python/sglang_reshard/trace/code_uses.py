@@ -93,7 +93,8 @@ def functions_of(python_module: types.ModuleType, name: str) -> Iterator[Uses]:
 
 def functions_of_package(package: str, name: str) -> Iterator[Uses]:
     """Yields the functions of all imported Python modules of a package whose code has this name."""
-    for of, python_module in list(sys.modules.items()):
+    for of in [of for of in list(sys.modules) if of.startswith(package)]:
+        python_module = sys.modules.get(of)
         if of.partition(".")[0] == package and python_module is not None:
             yield from functions_of(python_module, name)
 
