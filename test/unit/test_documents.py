@@ -279,7 +279,7 @@ RUN_BY = {
     r"make demo( .*)?|(\.venv/bin/)?sglang-reshard selftest( .*)?": "test/engine/test_selftest_run.py",
     r"sglang-reshard selftest --verl( .*)?": "test/verl/test_selftest_verl.py",
     r"torchrun .* -m sglang_reshard\.selftest": "test/hosts/test_selftest_hosts.py",
-    r"sglang-reshard (--version|COMMAND --help)": "test/unit/test_command_line.py",
+    r"sglang-reshard (--version|--install-completion|COMMAND --help)|python -m sglang_reshard": "test/unit/test_command_line.py",
     r"sglang-reshard report( .*)?": "test/unit/test_report_page.py",
     r"make test-verl|\.venv/bin/python -m pytest test/verl/.*": "test/verl/test_megatron.py",
     r"make setup-diffusion": "test/other_engines/test_diffusion.py",

@@ -56,7 +56,7 @@ def run(
 
 
 def _look(follower: SnapshotFollower, url: str, cached: bool) -> tuple[str | None, str]:
-    """Returns the snapshot that was loaded, if any, and what the server has failed with; empty if it has not.
+    """Returns the snapshot that was loaded, if any, and the failure of the server; empty if it did not fail.
 
     The follower logs what is wrong with snapshots.
     """

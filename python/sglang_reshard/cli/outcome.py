@@ -37,12 +37,16 @@ class Commands(TyperGroup):
             code = _show_usage(error)
         except (typer.Abort, KeyboardInterrupt):
             code = INTERRUPTED
-        except (ReshardError, ValueError, OSError, ImportError) as error:
-            typer.echo(f"sglang-reshard: {line_of(error)}", err=True)
-            code = REFUSED if isinstance(error, _REFUSALS) else IMPOSSIBLE
         if not standalone_mode:
             return code
         sys.exit(code or DONE)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ReshardError, ValueError, OSError, ImportError) as error:
+            typer.echo(f"{ctx.command_path} {ctx.invoked_subcommand}: {line_of(error)}", err=True)
+            raise typer.Exit(REFUSED if isinstance(error, _REFUSALS) else IMPOSSIBLE) from error
 
 
 def line_of(error: BaseException) -> str:
