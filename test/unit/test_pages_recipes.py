@@ -83,6 +83,11 @@ def containers(path: Path) -> dict[str, dict[str, Any]]:
     return {c["name"]: c for pod in pods(path) for c in (*pod.get("initContainers", ()), *pod["containers"])}
 
 
+def lasting(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    """The containers that run all the time: the pod's own, and sidecars."""
+    return [c for c in pod.get("initContainers", ()) if c.get("restartPolicy") == "Always"] + pod["containers"]
+
+
 def environment(container: dict[str, Any]) -> dict[str, Any]:
     return {variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in container["env"]}
 
@@ -133,7 +138,7 @@ def test_no_key_is_in_a_manifest(path: Path) -> None:
 def test_both_sides_have_room_and_the_same_settings(path: Path) -> None:
     for pod in pods(path):
         memory = {v["name"]: v["emptyDir"] for v in pod["volumes"] if "emptyDir" in v}
-        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+        for container in lasting(pod):
             shm = next(mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/dev/shm")
             assert memory[shm]["medium"] == "Memory"
             limit = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
@@ -155,7 +160,8 @@ def test_the_pod_shares_what_reading_memory_needs() -> None:
 def test_the_two_workloads_speak_https() -> None:
     path = RECIPES / "kubernetes" / "two-workloads.yaml"
     engine, trainer = (containers(path)[name] for name in ("engine", "trainer"))
-    assert environment(trainer)["SGLANG_RESHARD_URL"].startswith("https://engine:")
+    assert environment(trainer)["SGLANG_RESHARD_URL"].startswith("https://engine-updates:")
+    assert environment(containers(path)["engine-answers"]).items() <= environment(trainer).items()
     assert engine["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
     assert {"--ssl-certfile=/tls/tls.crt", "--ssl-keyfile=/tls/tls.key"} <= set(engine["args"])
     assert "tls.key" not in str(pods(path)[1])  # the trainer needs the certificate alone
