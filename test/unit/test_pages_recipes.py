@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from support.documents import ROOT, text
+from support.documents import ROOT, commands, text
 
 RECIPES = ROOT / "docs" / "recipes"
 BATCH = RECIPES / "slurm" / "train-and-serve.sbatch"
@@ -123,6 +123,13 @@ def test_names_within_a_manifest_refer_to_something(path: Path) -> None:
                     assert value["secretKeyRef"]["key"] in secrets[value["secretKeyRef"]["name"]]
             used = re.findall(r"\$\((\w+)\)", " ".join(container["args"]))
             assert set(used) <= {*environment(container), "JOB_COMPLETION_INDEX"}
+
+
+def test_the_page_makes_the_secrets_that_the_manifests_want() -> None:
+    secrets = {one["metadata"]["name"]: one["stringData"].keys() for one in objects(MANIFESTS[0])}
+    made = [line for line in commands("docs/recipes/kubernetes.md") if line.startswith("kubectl create secret ")]
+    assert [line.split()[4] for line in made] == list(secrets)
+    assert set(re.findall(r"--from-literal=(\w+)=", made[0])) == secrets["reshard-keys"]
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
