@@ -54,6 +54,13 @@ def test_links_lead_somewhere(document):
             assert anchor in anchors(str(there.resolve().relative_to(ROOT))), link
 
 
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d != "CHANGELOG.md"])
+def test_links_are_labelled_by_titles_and_tables_have_heads(document):
+    assert re.findall(r"\[`?[\w/.-]+\.md(?:#[\w-]+)?`?\]\(", text(document)) == []
+    heads = re.findall(r"^(\|.*\|)\n\|[-: |]+\|$", text(document), re.MULTILINE)
+    assert [head for head in heads if re.search(r"\|\s*\|", head)] == []
+
+
 def test_each_section_of_promises_has_tests_and_these_exist():
     rows = table("docs/testing.md", "## Promises")
     sections = set(re.findall(r"^##+ (.*)$", text("docs/reliability.md"), re.M))

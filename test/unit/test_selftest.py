@@ -129,7 +129,8 @@ def test_the_table_names_what_is_wrong_and_how_much_faster_an_update_is() -> Non
 
 def test_a_run_in_which_no_step_was_judged_is_not_right() -> None:
     left_out = Row("run", "first update", why="left out: the time was up")
-    assert not all_right([]) and not all_right([left_out])
+    assert not all_right([])
+    assert not all_right([left_out])
     assert all_right([left_out, warm("ipc", 0.02)])
 
 
