@@ -11,6 +11,7 @@ from sglang_reshard.layout.regions import Box
 from sglang_reshard.sources import ShardBox
 from sglang_reshard.verl.megatron import Megatron
 from sglang_reshard.verl.traced_parameters import Conversion, TracedParameters
+from support.megatron_bridge import training_engine
 from support.moves import elsewhere
 from support.partial_states import of_all_ranks
 
@@ -169,16 +170,9 @@ def engine(monkeypatch):
     ]
     bridge = SimpleNamespace(get_conversion_tasks=lambda module: tasks)
     config = SimpleNamespace(vocab_size=5)
-    hf_config = SimpleNamespace(get_text_config=lambda: config)
-    return SimpleNamespace(
-        bridge=bridge,
-        module=[],
-        vanilla_bridge=False,
-        peft_cls=None,
-        model_config=SimpleNamespace(hf_config=hf_config),
-        tasks=tasks,
-        task=task,
-    )
+    made = training_engine([], SimpleNamespace(get_text_config=lambda: config), bridge)
+    vars(made).update(tasks=tasks, task=task)
+    return made
 
 
 def test_what_the_architecture_does_after_conversion_is_followed(engine):
