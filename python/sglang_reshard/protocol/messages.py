@@ -328,7 +328,7 @@ class Failure(msgspec.Struct, frozen=True):
     def on(cls, trainer_rank: int, error: BaseException) -> Failure:
         """Returns a failure whose message names a trainer rank: the given one, unless it names one already.
 
-        Logs an error that is none of this package.
+        Logs an error that is not a ReshardError.
         """
         if not isinstance(error, ReshardError):
             logger.error("trainer rank %d failed", trainer_rank, exc_info=error)
