@@ -97,6 +97,7 @@ def test_a_wrong_key_opens_nothing(server: str) -> None:
             RemoteEngine(server, api_key=key).generate(input_ids=[1, 2])
 
 
+@pytest.mark.sweep
 def test_a_deepspeed_trainer_brings_its_weights(server: str, said: list[str], folder: Path) -> None:
     path = os.pathsep.join(filter(None, [str(DEEPSPEED), os.environ.get("PYTHONPATH", "")]))
     told = answers(trained("train_zero3.py", str(folder / "model"), server, PYTHONPATH=path))
