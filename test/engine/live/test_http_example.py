@@ -100,6 +100,7 @@ def test_a_wrong_key_opens_nothing(server: str) -> None:
             RemoteEngine(server, api_key=key).generate(input_ids=[1, 2])
 
 
+@pytest.mark.sweep
 def test_a_deepspeed_trainer_brings_its_weights(server: str, said: list[str], folder: Path) -> None:
     told = answers(ran(RECIPES, "train_zero3.py", server, folder, **{API_KEY: KEY}))
     assert list(told) == ["zero3 1", "zero3 2", "zero3 3"]
