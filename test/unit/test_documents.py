@@ -56,6 +56,13 @@ def test_links_lead_somewhere(document):
             assert anchor in anchors(str(there.resolve().relative_to(ROOT))), link
 
 
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d != "CHANGELOG.md"])
+def test_links_are_labelled_by_titles_and_tables_have_heads(document):
+    assert re.findall(r"\[`?[\w/.-]+\.md(?:#[\w-]+)?`?\]\(", text(document)) == []
+    heads = re.findall(r"^(\|.*\|)\n\|[-: |]+\|$", text(document), re.MULTILINE)
+    assert [head for head in heads if re.search(r"\|\s*\|", head)] == []
+
+
 def test_each_section_of_promises_has_tests_and_these_exist():
     rows = table("docs/testing.md", "## Promises")
     sections = set(re.findall(r"^##+ (.*)$", text("docs/reliability.md"), re.M))
@@ -343,7 +350,7 @@ RUN_BY = {
     r"torchrun .* -m sglang_reshard\.selftest": "test/hosts/test_selftest_hosts.py",
     r"sglang-reshard (--version|--install-completion|COMMAND --help)": "test/unit/test_command_line.py",
     r"python -m sglang_reshard": "test/unit/test_command_line.py",
-    r"sglang-reshard report( .*)?": "test/unit/test_report_page.py",
+    r"sglang-reshard report( .*)?": "test/unit/test_report.py",
     r"make test-verl|\.venv/bin/python -m pytest test/verl/.*": "test/verl/test_megatron.py",
     r"make setup-diffusion": "test/other_engines/test_diffusion.py",
     r"make setup-vllm": "test/other_engines/test_vllm_engine.py",

@@ -68,7 +68,7 @@ def _summaries(module: str, names: list[str]) -> str:
     docstrings = [inspect.getdoc(getattr(import_module(module), name)) or "" for name in names]
     openings = [fields.opening(docstring).split("\n\n")[0] for docstring in docstrings]
     return markdown.table(
-        ["name", ""], [[f"`{n}`", markdown.cell(text)] for n, text in zip(names, openings, strict=True)]
+        ["name", "summary"], [[f"`{n}`", markdown.cell(text)] for n, text in zip(names, openings, strict=True)]
     )
 
 
@@ -76,7 +76,7 @@ def _metrics() -> str:
     rows = [
         [f"`{m.name}`", m.kind.replace("version", "gauge"), markdown.codes(m.labels), m.help] for m in metrics.METRICS
     ]
-    return markdown.table(["metric", "kind", "labels", ""], rows)
+    return markdown.table(["metric", "kind", "labels", "meaning"], rows)
 
 
 def _labels() -> str:

@@ -18,7 +18,6 @@ from sglang_reshard.cli.plan.request import PlanRequest, start_failure
 from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.landings.base import Landing
-from sglang_reshard.landings.converting import converting
 from sglang_reshard.layout.checkpoint_headers import folder_specs
 from sglang_reshard.plan import RankDemand, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
 from sglang_reshard.routes.base import Reads
@@ -66,7 +65,7 @@ class Refusal:
     reason: str
 
 
-def model_rank(request: PlanRequest, index: TensorIndex, cores: int, engine_rank: int) -> RankModel | Refusal:
+def model_rank(request: PlanRequest, index: TensorIndex, engine_rank: int) -> RankModel | Refusal:
     """Builds and traces an engine rank in this process, which cannot build another one; returns why if it cannot."""
     try:
         model = _built(request, engine_rank)
@@ -83,7 +82,7 @@ def model_rank(request: PlanRequest, index: TensorIndex, cores: int, engine_rank
     location = RankLocation(engine_rank, ranks, host, request.trainer_hosts, device, request.trainer_devices)
     reads = plan_reads(index, program.copies, location)
     targets = {name: torch.empty(t.numel(), dtype=t.dtype, device="meta") for name, t in program.targets.items()}
-    demand = rank_demand(index, reads, host, cores, device)
+    demand = rank_demand(index, reads, host, device)
     return RankModel(
         demand, reads, Program(program.copies, targets, seconds=program.seconds, arrivals=program.arrivals)
     )
@@ -171,7 +170,7 @@ def engine_load(
     index: TensorIndex, strategy: Strategy, engine_rank: int, rank: RankModel, bucket_bytes: int
 ) -> EngineLoad:
     """Returns the load of one engine rank."""
-    landing = converting(Landing(rank.program), _META, bucket_bytes)
+    landing = Landing(rank.program).converting(_META, bucket_bytes)
     reads = Reads(engine_rank, _META, index, rank.read_plan, landing, {})
     senders = strategy.senders(engine_rank)
     like = _alike(index, rank, senders)

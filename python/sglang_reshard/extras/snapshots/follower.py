@@ -153,10 +153,12 @@ class SnapshotFollower:
         """Yields the snapshots that the server should have, the best one first."""
         held = info.publication
         for entry in reversed(entries):
-            is_live = _is_live(entry, info)
+            # A weight_version alone tells nothing: the first one is "default" on every server, and the user, or an
+            # update of an adapter, may have set it.
+            is_live = entry == (info.version, held)
             if is_live and not info.torn:
                 return
-            later = held > entry.publication or (held == entry.publication > 0 and not info.torn)
+            later = held > entry.publication or (held == entry.publication and not info.torn)
             if later and not self._allow_rollback:
                 if entry == entries[-1]:
                     self._tell(
@@ -191,11 +193,3 @@ class SnapshotFollower:
         if self._told != message:
             logger.warning("%s", message)
         self._told = message
-
-
-def _is_live(entry: Entry, info: WeightsInfo) -> bool:
-    """Returns whether a server has this snapshot. A weight_version alone tells nothing: the first one is "default" on
-    every server, and the user, or an update of an adapter, may have set it.
-    """
-    by_update = info.publication > 0 or info.engine_ranks > 0  # snapshots of 0.1.0 have no number
-    return by_update and entry == (info.version, info.publication)
