@@ -135,7 +135,7 @@ def _is_tied(task: Any) -> bool:
 def _check_untied(own: Sequence[Any], tasks: Iterable[Any]) -> None:
     """Raises Unsupported if a parameter on any rank has the checkpoint tensor of another one, unless they are tied.
 
-    Trainer ranks that hold the same part of a tensor count as replicas, whatever parameter it comes from.
+    Trainer ranks that hold the same part of a tensor count as replicas, even if they hold it in different parameters.
     """
     alone = [task for task in own if not (_is_tied(task) or getattr(task.mapping, "is_expert", False))]
     names = {name: task.global_param_name for task in alone for name in checkpoint_names(task.mapping)}
