@@ -32,7 +32,7 @@ class EmbeddedEngine:
                 if "libcuda.so" not in str(error):
                     raise
                 raise Unsupported(
-                    "SGLang needs a GPU, and this host has none; docs/usage/cpu-host.md says how it runs on a CPU"
+                    "SGLang needs a GPU, and this host has none; see docs/usage/cpu-host.md for an engine on a CPU"
                 ) from error
 
             from sglang_reshard.patches.embedded_engine_guard import watch_processes
