@@ -17,11 +17,12 @@ from sglang_reshard.api.remote_engine import API_KEY, URL, RemoteEngine
 from sglang_reshard.errors import Unauthorized
 from support import zygote
 from support.deepspeed_env import FOLDER as DEEPSPEED
+from support.documents import blocks
 from support.servers import serving
 
 pytestmark = [pytest.mark.engine]
 LEARNED = [13, 21, 34, 55, 89, 144]
-EXAMPLE, KEY = Path(__file__).parents[3] / "examples" / "http", "a key of their own"
+EXAMPLE, KEY = Path(__file__).parents[3] / "examples" / "http", "secret"
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,14 @@ def test_a_wrong_key_opens_nothing(server: str) -> None:
             RemoteEngine(server, api_key=key).check()
         with pytest.raises(Unauthorized):
             RemoteEngine(server, api_key=key).generate(input_ids=[1, 2])
+
+
+def test_the_lines_of_the_readme_run_as_pasted(server: str, said: list[str], folder: Path) -> None:
+    (folder / "update.py").write_text(blocks("README.md", "python")[0])
+    printed = "\n".join(trained(str(folder / "update.py"), str(folder / "model"), server))
+    assert "publish" in printed
+    info = RemoteEngine(server, api_key=KEY).check()
+    assert (info.version, info.verified) == ("step 1", "full")
 
 
 def test_a_deepspeed_trainer_brings_its_weights(server: str, said: list[str], folder: Path) -> None:
