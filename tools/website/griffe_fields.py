@@ -31,8 +31,8 @@ class FieldLists(griffe.Extension):
         if obj.docstring is None:
             return
         typed = obj.parameters if isinstance(obj, griffe.Function) else obj.attributes.values()
-        types = {of.name: str(of.annotation) for of in typed if of.annotation is not None}
-        types = {name: text for name, text in types.items() if not text.startswith("Unpack")}
+        told = {of.name: str(of.annotation) for of in typed if of.annotation is not None}
+        types = {name: text for name, text in told.items() if not text.startswith("Unpack")}
         first, _, rest = as_markdown(obj.docstring.value, types).partition("\n\n")
         obj.docstring.value = "\n\n".join([first, _EXAMPLES.get(obj.path, ""), rest])
 

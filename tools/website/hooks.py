@@ -40,7 +40,7 @@ _MERMAID = "assets/mermaid.min.js"
 _MERMAID_FILE = Path(sys.prefix, "mermaid.min.js")  # in the site's environment
 _ENTRY = re.compile(r"^### \w+\n\n(<!-- \w+: begin -->\n.*?)^<!-- ::: ([\w.]+) -->$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
-_VERSION = re.search(r'^version = "(.*)"', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)[1]
+(_VERSION,) = re.findall(r'^version = "(.*)"', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)
 log = logging.getLogger("mkdocs.plugins.website")
 
 

@@ -52,7 +52,7 @@ def _members(of: type) -> Iterator[str]:
         for name, field in fields.items():
             yield f"    {name}: {types[name]}{'' if field.default is field.empty else f' = {_shown(field.default)}'}"
     else:
-        yield f"    {_function('__init__', of.__init__)}"  # type: ignore[misc]
+        yield f"    {_function('__init__', of.__init__)}"
     own = (kind for kind in reversed(of.__mro__) if kind.__module__.startswith("sglang_reshard"))
     hidden = [*fields, *_INTERNAL.get(of.__name__, "").split()]
     for name, member in {name: member for kind in own for name, member in vars(kind).items()}.items():
