@@ -375,8 +375,8 @@ fork: setup
 # minute and a half to make it, and then what the tests take. PYTEST_ARGS=test/engine for all of them.
 FORK_VENV := build/fork
 FORK_TESTS := test/engine/release test/engine/live/test_server.py::test_a_trainer_updates_a_server_by_url \
-  test/engine/live/test_reshard.py::test_fsdp2_over_tp_into_a_larger_engine_is_bit_exact \
-  test/engine/live/test_reshard.py::test_an_engine_without_the_plugin_is_noticed_at_its_start
+  test/engine/live/test_mistakes.py::test_the_next_update_works \
+  test/engine/live/test_mistakes.py::test_an_engine_without_the_plugin_is_noticed_at_its_start
 test-fork: fork
 	$(BIN)/python -m tools.release.environment $(FORK_VENV) dist/sglang-*+reshard.$(N)-cp311-*.whl
 	env -u PYTHONPATH $(FORK_VENV)/bin/python -m pytest $(or $(PYTEST_ARGS),$(FORK_TESTS))

@@ -19,6 +19,7 @@ from sglang_reshard.patches.metrics import METRICS
 from sglang_reshard.route_table import ROUTES
 from support.documents import (
     DOCUMENTS,
+    EXAMPLES,
     ROOT,
     anchors,
     blocks,
@@ -286,8 +287,9 @@ RUN_BY = {
     r"make demo( .*)?|(\.venv/bin/)?sglang-reshard selftest( .*)?": "test/engine/test_selftest_run.py",
     r"sglang-reshard selftest --verl( .*)?": "test/verl/test_selftest_verl.py",
     r"torchrun .* -m sglang_reshard\.selftest": "test/hosts/test_selftest_hosts.py",
-    r"sglang-reshard (--version|COMMAND --help)": "test/unit/test_command_line.py",
-    r"sglang-reshard report( .*)?": "test/unit/test_report_page.py",
+    r"sglang-reshard (--version|--install-completion|COMMAND --help)": "test/unit/test_command_line.py",
+    r"python -m sglang_reshard": "test/unit/test_command_line.py",
+    r"sglang-reshard report( .*)?": "test/unit/test_report.py",
     r"make test-verl|\.venv/bin/python -m pytest test/verl/.*": "test/verl/test_megatron.py",
     r"make setup-diffusion": "test/other_engines/test_diffusion.py",
     r"make setup-vllm": "test/other_engines/test_vllm_engine.py",
@@ -295,7 +297,11 @@ RUN_BY = {
     r"make setup-bridge|.*pytest test/verl/test_megatron_bridge\.py": "test/verl/test_megatron_bridge.py",
     r"make test-trainers": "test/trainers/test_fsdp1.py",
     r"\.venv/bin/python -m pytest test/trainers/test_megatron_live\.py": "test/trainers/test_megatron_live.py",
-    r"python examples/two_collectors\.py": "test/trainers/test_module_receiver.py",
+    r"\.venv/bin/python examples/two_collectors\.py": "test/trainers/test_module_receiver.py",
+    r"PYTHONPATH=\S+ \.venv/bin/python examples/torchrl_collector\.py": "test/trainers/test_torchrl.py",
+    r"\.venv/bin/python examples/tiny_on_cpu\.py FOLDER .*": "test/verl/test_ppo.py",
+    r"make setup-deepspeed": ".ci/run",
+    r"(kubectl|sbatch) .*": "test/unit/test_pages_recipes.py",
     r"make test-hosts": "test/hosts/test_networks.py",
     r"make test-serving": "test/engine/live/test_many_ranks_server.py",
     r"make bench-deltas": "test/unit/test_delta_updates.py",
@@ -331,8 +337,9 @@ RUN_BY = {
 NOT_OURS = r"docker run --pid=host"
 
 
-@pytest.mark.parametrize("command", sorted({c for d in DOCUMENTS for c in commands(d)}))
+@pytest.mark.parametrize("command", sorted({c for d in (*DOCUMENTS, *EXAMPLES) for c in commands(d)}))
 def test_a_command_is_run_by_a_test(command):
+    assert not re.match(r"(\w+=\S+ )*(python|torchrun) .*examples/", command), "only .venv/bin has this package"
     if re.fullmatch(NOT_OURS, command):
         return
     tests = [test for pattern, test in RUN_BY.items() if re.fullmatch(pattern, command)]

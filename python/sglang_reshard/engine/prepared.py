@@ -108,7 +108,7 @@ class Transfers:
         Raises Mismatch for names that no engine rank reads, and Unsupported for an infeasible transport or
         insufficient memory.
         """
-        request, session, remark = context.request, context.session, target.names.remark
+        request, remark = context.request, target.names.remark
         if unread := target.unread(demands):
             check_unread(unread, request.ignore, request.apart)
             remark = "; ".join(filter(None, (unread_remark(unread), remark)))
@@ -119,9 +119,7 @@ class Transfers:
         memory = self.trainer_memory.map(mapped, context, index.layout)
         ranks_on_host = sum(demand.host == demands[self._rank].host for demand in demands)
         checked = request.verify != "off" and not strategy.compares
-        landing = self._landings.make(
-            request, target.program, index, session, target.names.names, ranks_on_host, checked=checked
-        )
+        landing = self._landings.make(context, target, ranks_on_host, checked=checked)
         side = EngineSide(
             reads=Reads(self._rank, self._device, index, target.read_plan, landing, memory, request.timeout_s),
             live=target.program,
@@ -134,7 +132,7 @@ class Transfers:
             kept=self._kept_by_routes,
         )
         end = engine_end(side, strategy)
-        asked = end.ask(session)
+        asked = end.ask(context.session)
         command = None
         if asked is not None:
             command = Prepare(side.transfer, asked.route, encode(asked.message), request.timeout_s)
@@ -145,6 +143,7 @@ class Transfers:
         """Connects what was planned. Collective over engine ranks and the trainer ranks that prepare."""
         assert self.last is not None
         scope, update = context.channel.scope, context.request.update
+        self.last.landing.connect(context.all_gather, self.last.kept)
         self.last.end.connect(Meeting(context.session, scope, update, context.all_gather, self.last.kept))
 
 

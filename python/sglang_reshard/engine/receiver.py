@@ -67,8 +67,7 @@ class WeightReceiver:
             self._executor.prepare(context, refusal)
             if request.staged:
                 self._executor.receive_staged(context)
-                self._executor.prepare_commit(context, "")
-            return self._written(context)
+            return self._written(context, "")
 
         return self._run(request, write)
 
@@ -92,12 +91,7 @@ class WeightReceiver:
         """Makes live what was staged, once `staged` reports success on the first rank. Collective."""
         if self._staging is not None:
             wait([self._staging], request.timeout_s)
-
-        def commit(context: UpdateContext) -> Output:
-            self._executor.prepare_commit(context, refusal)
-            return self._written(context)
-
-        return self._run(request, commit, staged=True)
+        return self._run(request, lambda context: self._written(context, refusal), staged=True)
 
     def _receive(self, request: DistributedUpdateWeightsReq) -> Output:
         def receive(context: UpdateContext) -> None:
@@ -106,8 +100,8 @@ class WeightReceiver:
 
         return self._run(request, receive, staged=True)
 
-    def _written(self, context: UpdateContext) -> Output:
-        output = self._executor.write(context)
+    def _written(self, context: UpdateContext, refusal: str) -> Output:
+        output = self._executor.write(context, refusal)
         self._leave()
         return output
 

@@ -71,17 +71,9 @@ def on_first_rank(call: Callable[[], Any], group: dist.ProcessGroup) -> Any:
     The result is decoded from msgpack on all ranks alike: tuples and tensors become lists. Collective over a CPU group.
     """
     require_cpu_backend(group)
-    outcome = cause = None
-    if dist.get_rank(group) == 0:
-        try:
-            outcome = Outcome(call())
-        except Exception as error:
-            cause = error
-            outcome = Outcome(None, Failure.of(error))
-    outcome = broadcast_message(outcome, Outcome[Any], group)
-    if outcome.failure is not None:
-        raise outcome.failure.error() from cause
-    return outcome.value
+    with gathering(object, group) as told:
+        told.own = call() if dist.get_rank(group) == 0 else None
+    return told.of_all[0]
 
 
 def first_rank_address(group: dist.ProcessGroup) -> str:
