@@ -27,7 +27,7 @@ _OPTIONS = (
 class FieldLists(griffe.Extension):
     """Rewrites the docstring of every object that is loaded. After griffe's own unpack_typeddict."""
 
-    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is None:
             return
         typed = obj.parameters if isinstance(obj, griffe.Function) else obj.attributes.values()
@@ -36,7 +36,7 @@ class FieldLists(griffe.Extension):
         first, _, rest = as_markdown(obj.docstring.value, types).partition("\n\n")
         obj.docstring.value = "\n\n".join([first, _EXAMPLES.get(obj.path, ""), rest])
 
-    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+    def on_function(self, *, func: griffe.Function, **kwargs: Any) -> None:
         for parameter in func.parameters:
             if parameter.default == "...":
                 of = (func.package[path].attributes.get(parameter.name) for path in _OPTIONS)
