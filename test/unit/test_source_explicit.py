@@ -15,9 +15,9 @@ from sglang_reshard.sources import (
     tied_names,
 )
 from sglang_reshard.sources.finite import not_finite
+from support.dtensors import as_rank
 from support.toy import checkpoint
 from support.toy_fused import fused
-from test_placements import as_rank
 
 NAN = float("nan")
 
