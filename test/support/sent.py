@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard.landings.base import Landing
-from sglang_reshard.landings.converting import converting
 from sglang_reshard.routes.base import Reads
 from sglang_reshard.routes.p2p.engine import P2pEngineEnd
 from sglang_reshard.routes.p2p.links import IN_PLACE_BYTES
@@ -22,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def reads_of(rank: int, index: Any, plan: Any, targets: Any) -> Reads:
-    landing = converting(Landing(Program(tuple(plan.copies), targets)), CPU, 1 << 20)
+    landing = Landing(Program(tuple(plan.copies), targets)).converting(CPU, 1 << 20)
     return Reads(rank, CPU, index, plan, landing, {})
 
 

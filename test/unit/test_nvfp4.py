@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.landings.base import Landing
-from sglang_reshard.landings.converting import converting
 from sglang_reshard.trace.block_formats import FP8, NVFP4, quantize_nvfp4
 from sglang_reshard.trace.block_fp8 import _Quantizer
 from sglang_reshard.trace.built_modules import remember
@@ -128,7 +127,7 @@ def stored(given):
 def test_a_weight_is_not_quantized_before_its_scale_has_arrived():
     model, given = started(stored(sent(1))), sent(2)
     program = trace(model, specs_of(given))
-    landing = converting(Landing(program), torch.device("cpu"), 0)
+    landing = Landing(program).converting(torch.device("cpu"), 0)
     last = "mlp.gate_up.weight_scale_2"
     landing.place([set(program.arrivals) - {last}, {last}], ())
     for turn in range(2):

@@ -26,7 +26,7 @@ from sglang_reshard.extras.snapshots.manifest import DELTA, MANIFEST, decode_sna
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from sglang_reshard.protocol.publication import next_publication
 from support.following import Server
-from support.snapshot_writer import is_whole, weights, write, write_tensors
+from support.snapshot_writer import weights, write, write_tensors
 from support.sweep import examples
 from support.toy_changes import become, sharded, weights_of
 from support.world import run_world
@@ -248,28 +248,6 @@ def test_a_damaged_newest_snapshot_does_not_put_the_server_back(
     assert "is missing" in str(follower.refused["step-3"])
 
 
-def test_a_list_of_0_1_0_is_followed_and_continued(tmp_path: Path, server: Server) -> None:
-    for version in (9, 10):
-        write(tmp_path, version)
-    for name in ("step-9", "step-10"):  # as 0.1.0 has written them
-        path = tmp_path / name / "snapshot.json"
-        content = json.loads(path.read_text())
-        del content["publication"], content["base_publication"]
-        path.write_text(json.dumps(content))
-    (tmp_path / "snapshots.json").write_text('{"names": ["step-9", "step-10"]}')
-    follower = SnapshotFollower(tmp_path, server, tmp_path.with_name("cache-of-0.1.0"))
-    assert follower.poll() == "step-10"
-    whole = follower.read_bytes
-    assert follower.poll() is None
-    write(tmp_path, 11)
-    assert follower.poll() == "step-11"
-    assert follower.read_bytes < whole / 4, "of step-10 there are deltas"
-    server.publication = next_publication()
-    shutil.rmtree(tmp_path / "step-11")
-    (tmp_path / "snapshots.json").write_text('{"names": ["step-9", "step-10"]}')
-    assert follower.poll() is None, "what has no number is older"
-
-
 def test_a_server_that_cannot_be_reached_is_no_fault_of_the_snapshot(tmp_path: Path, server: Server) -> None:
     write(tmp_path, 1)
     follower = SnapshotFollower(tmp_path, server)
@@ -342,27 +320,6 @@ def test_a_weight_version_of_other_weights_is_no_snapshot(tmp_path: Path, versio
     assert follower.poll() == version
     assert follower.poll() is None
     assert len(server.loaded) == 1
-
-
-def test_copies_of_snapshots_without_numbers_are_apart(tmp_path: Path) -> None:
-    """As 0.1.0 has written them. A server may still read the first one."""
-    run, cache = tmp_path / "run", tmp_path / "cache"
-    follower = SnapshotFollower(run, Server(), cache)
-    for version in (1, 2):
-        write(run, version, delta=False)
-        edit(run / f"step-{version}" / MANIFEST, publication=0)
-    copies = []
-    for names in (["step-1"], ["step-1", "step-2"]):
-        (run / "snapshots.json").write_text(json.dumps({"names": names}))
-        before = set(cache.glob("copy-*"))
-        assert follower.poll() == names[-1]
-        copies += set(cache.glob("copy-*")) - before
-    assert [json.loads((copy / MANIFEST).read_text())["name"] for copy in copies] == ["step-1", "step-2"]
-    assert all(map(is_whole, copies))
-
-
-def edit(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 # -- deltas

@@ -213,31 +213,6 @@ def test_what_is_wrong_is_refused_by_name_and_old_weights_stay(tmp_path: Path, c
     assert_version(states, len(states[0]) - 2, 3, torch.float32)
 
 
-def without_sums(folder: Path) -> None:
-    """As 0.1.0 has written it."""
-    path = folder / "step-2" / "snapshot.json"
-    listed = json.loads(path.read_text())
-    for file in listed["files"].values():
-        file.pop("sums", None), file.pop("table", None)
-    path.write_text(json.dumps(listed))
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_snapshot_without_checksums_is_compared_by_the_hash_of_its_files(tmp_path: Path, damaged: bool) -> None:
-    for version in (1, 2):
-        write_tensors(tmp_path, f"step-{version}", checkpoint(version), file_bytes=3000)
-    without_sums(tmp_path)
-    if damaged:
-        path = next((tmp_path / "step-2").glob("model-00002*.safetensors"))
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-    outputs, states = run(tmp_path, [1, 2], staged=False)
-    assert outputs[1].success != damaged
-    assert not damaged or "SHA-256" in outputs[1].message
-    assert_version(states, 1, 1 if damaged else 2, torch.float32)
-
-
 def test_open_files_stay_what_they_were_or_are_refused(tmp_path: Path) -> None:
     write_tensors(tmp_path, "step-1", checkpoint(1))
     request = asked(tmp_path, 1)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.extras.finite import not_finite
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.source_layout import first_difference
 from sglang_reshard.sources import (
@@ -14,7 +15,6 @@ from sglang_reshard.sources import (
     describe,
     tied_names,
 )
-from sglang_reshard.sources.finite import not_finite
 from support.dtensors import as_rank
 from support.toy import checkpoint
 from support.toy_fused import fused
