@@ -359,7 +359,7 @@ RUN_BY = {
     r"make setup-torchrl": "test/trainers/test_torchrl.py",
     r"make setup-bridge|.*pytest test/verl/test_megatron_bridge\.py": "test/verl/test_megatron_bridge.py",
     r"make test-trainers": "test/trainers/test_fsdp1.py",
-    r"\.venv/bin/python -m pytest test/trainers/test_megatron_live\.py": "test/trainers/test_megatron_live.py",
+    r".* -m pytest test/trainers/test_megatron_live\.py": "test/trainers/test_megatron_live.py",
     r"\.venv/bin/python examples/two_collectors\.py": "test/trainers/test_module_receiver.py",
     r"PYTHONPATH=\S+ \.venv/bin/python examples/torchrl_collector\.py": "test/trainers/test_torchrl.py",
     r"\.venv/bin/python examples/tiny_on_cpu\.py FOLDER .*": "test/verl/test_ppo.py",
