@@ -18,10 +18,10 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import describe
 from support.documents import ROOT, table
+from support.dtensors import as_rank
 from support.toy import checkpoint
 from support.toy_serving import serve
 from support.world import run_world
-from unit.test_placements import as_rank
 
 ROWS = dict(table("docs/usage/migration.md", "## SGLang's former `VerlEngine`"))
 HERE = "test/unit/test_former_verl_engine.py"
@@ -34,7 +34,7 @@ SHOWN = {  # by the first words of a row
     "`list(state_dict.items())`": "test/unit/test_tied_heads.py::test_it_is_compared_in_every_update",
     "a call with a subset": "test/unit/test_kept.py::test_what_is_left_out_keeps_its_values",
     "a call for each bucket": f"{HERE}::test_the_items_of_a_sharded_state_dict",
-    "an empty list": "test/unit/test_placements.py::test_a_name_passed_twice_and_no_tensors_are_refused",
+    "an empty list": "test/unit/test_source_state.py::test_a_name_passed_twice_and_no_tensors_are_refused",
     "data parallel trainer ranks": f"{HERE}::test_an_engine_of_a_part_of_the_trainer_ranks",
     "the same with parameters": f"{HERE}::test_an_engine_of_a_part_of_the_trainer_ranks",
 }

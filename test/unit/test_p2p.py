@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.routes.wire.communicator import Communicators
 from support.ready import CONTEXT
@@ -23,7 +22,7 @@ OPTIONS = {"trainer_ranks": 1, "device": CPU, "timeout_s": 60}
 
 
 def train_with_moved_memory(trainer, updates):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport="p2p")
+    sender = trainer.sender(transport="p2p")
     keys, kept = [], []
     for version in range(1, updates + 1):
         state = State((2,), "fsdp", torch.float32)
@@ -33,7 +32,6 @@ def train_with_moved_memory(trainer, updates):
         dist.barrier()
         keys.append(sender._worker._session.client.num_keys())
         dist.barrier()
-    sender.close()
     return keys
 
 
@@ -45,7 +43,7 @@ def test_connections_that_are_made_anew_leave_no_keys_behind():
 
 def train_released(trainer):
     """What is kept ready keeps the shards' memory, until it is released."""
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=10, transport="p2p")
+    sender = trainer.sender(timeout_s=10, transport="p2p")
     state = checkpoint(1)
     sender.update(state.items())
     alive = torch.multiprocessing.reductions.StorageWeakRef(state["up.weight"].untyped_storage())
@@ -56,7 +54,6 @@ def train_released(trainer):
     again = "connect" in sender.update(state.items()).seconds
     state["up.weight"] = state["up.weight"].clone()
     moved = "connect" in sender.update(state.items()).seconds
-    sender.close()
     return kept, freed, again, moved
 
 

@@ -5,7 +5,6 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Mismatch, ReshardError
@@ -21,14 +20,13 @@ from support.world import run_world
 
 
 def train_with_dicts(trainer, kind):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     first = kind(checkpoint(1))
     sender.update(first)
     for name, tensor in checkpoint(2).items():
         first[name].copy_(tensor)
     warm = sender.update(first)
     sender.update_async(kind(checkpoint(3))).wait()
-    sender.close()
     return "trace" not in warm.seconds
 
 
@@ -66,12 +64,11 @@ def test_a_dict_is_taken_as_its_items(kind):
 
 
 def snapshot_of_a_dict(trainer, folder):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     weights = {f"policy.{name}": tensor for name, tensor in checkpoint(1).items()}
     snapshots = Snapshots(sender, folder, rename={"policy.": ""})
     snapshots.write(weights, "1")
     snapshots.write_async(weights, "2").wait()
-    sender.close()
 
 
 def test_a_snapshot_takes_a_dict_and_a_renaming(tmp_path):
@@ -103,7 +100,7 @@ def drop_policy(name):
 
 
 def train_renamed(trainer, rename, asynchronous):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     state = {f"policy.{name}": tensor for name, tensor in checkpoint(0).items()}
     seconds = []
     for version in (1, 2):
@@ -117,7 +114,6 @@ def train_renamed(trainer, rename, asynchronous):
     # Another renaming of the same memory is not taken for the last one.
     with pytest.raises(ReshardError) as refused:
         sender.update(state, rename={"policy.": "actor."})
-    sender.close()
     return "trace" in seconds[1], str(refused.value)
 
 
@@ -167,7 +163,7 @@ def test_a_string_is_one_pattern():
 
 
 def train_with_a_failing_generator(trainer, how):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
 
     def weights():
         for number, (name, tensor) in enumerate(checkpoint(1).items()):

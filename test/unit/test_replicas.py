@@ -180,16 +180,6 @@ def test_a_failure_of_the_sharing_engine_reaches_the_other_one(engines, monkeypa
         mailbox.request(30)
 
 
-def test_an_engine_that_leaves_before_it_takes_the_request_is_not_waited_for(engines):
-    source = engines(2)
-    train(source, 1)
-    started = time.monotonic()
-    with shared(source) as mailbox:
-        mailbox.close()
-    assert time.monotonic() - started < 10
-    assert source.differing(1) == []
-
-
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("transport", ["ipc", "p2p"])
 def test_an_engine_counts_nothing_as_weights_whose_share_was_ended_while_it_read(engines, monkeypatch, size, transport):

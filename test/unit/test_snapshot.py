@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from sglang_reshard.extras.snapshots.writer_files import SnapshotFiles
@@ -57,10 +56,9 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def three(trainer: Any, mesh: str, folder: str, options: dict[str, Any]) -> list[Any]:
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     snapshots = Snapshots(sender, folder, **options)
     reports = [snapshots.write(sharded(v, mesh).items(), f"step-{v}") for v in (1, 2, 3)]
-    sender.close()
     return reports
 
 
@@ -102,15 +100,14 @@ def test_floats_are_cast_and_each_rank_may_list_its_own(tmp_path: Path) -> None:
 
 
 def own_tensors(trainer: Any, folder: str) -> None:
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     own = [{"first": torch.ones(3)}, {"second": torch.full((3, 5), 1.5), "numbers": torch.arange(7)}][trainer.rank]
     named = {**own, "nothing": torch.empty(0, 4)}
     Snapshots(sender, folder, dtype="bfloat16").write(named.items(), "step", partial=True)
-    sender.close()
 
 
 def failing(trainer: Any, folder: str) -> list[str]:
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     snapshots, weights = Snapshots(sender, folder), sharded(1, "fsdp")
     told = []
 
@@ -130,7 +127,6 @@ def failing(trainer: Any, folder: str) -> list[str]:
             patch.setattr("sglang_reshard.extras.snapshots.of_sender.write_boxes", _broken)
         refused(ReshardError, "broken")
     snapshots.write(weights.items(), "later")
-    sender.close()
     return told
 
 

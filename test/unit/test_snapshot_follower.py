@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reshard.api.remote_engine import RemoteEngine
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, Unsupported
 from sglang_reshard.extras.snapshots.delta_file import CHUNK_BYTES, apply_delta, write_delta
 from sglang_reshard.extras.snapshots.folders import LocalFolder, listed
@@ -36,7 +35,7 @@ BF16 = torch.bfloat16
 
 
 def write_with_deltas(trainer: Any, folder: str, versions: range, options: dict[str, Any]) -> list[Any]:
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     snapshots = Snapshots(sender, folder, delta=True, **options)
     shards, reports = sharded(versions[0], BF16), []
     for version in versions:
@@ -44,7 +43,6 @@ def write_with_deltas(trainer: Any, folder: str, versions: range, options: dict[
         handle = snapshots.write_async(shards.items(), f"step-{version}")
         become(shards, 99, BF16)  # while it is written
         reports.append(handle.wait(60))
-    sender.close()
     return reports
 
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import FusedSlice, describe, fused_slices
-from test_placements import as_rank
+from support.dtensors import as_rank
 
 EXPERTS, INNER, HIDDEN = 3, 4, 5
 SHAPE = (EXPERTS, 2 * INNER, HIDDEN)

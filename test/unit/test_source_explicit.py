@@ -15,9 +15,9 @@ from sglang_reshard.sources import (
     describe,
     tied_names,
 )
+from support.dtensors import as_rank
 from support.toy import checkpoint
 from support.toy_fused import fused
-from test_placements import as_rank
 
 NAN = float("nan")
 

@@ -44,6 +44,8 @@ def make(kind):
         options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     if kind == "offloaded":
         options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    if kind == "resharded to a smaller mesh":
+        options = {"reshard_after_forward": 2}
     if kind == "hsdp":
         options = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
     if kind == "tp":
@@ -111,25 +113,9 @@ def follow(trainer, kinds):
 
 
 def test_every_moment_of_training_describes_the_sharded_parameters():
-    kinds = ["plain", "mixed precision", "offloaded", "hsdp", "tp"]
+    kinds = ["plain", "mixed precision", "offloaded", "resharded to a smaller mesh", "hsdp", "tp"]
     results, _ = run_world(4, 0, follow, None, kinds)
     assert results == [[]] * 4
-
-
-def resharded_to_a_smaller_mesh(trainer):
-    model = Block()
-    fully_shard(model.up, reshard_after_forward=2)
-    fully_shard(model)
-    before = described(trainer, model.named_parameters())
-    model(TOKENS)
-    between = described(trainer, model.named_parameters())
-    model.up.unshard()
-    return before.layout == between.layout, same_memory(before, between)
-
-
-def test_parameters_resharded_to_a_smaller_mesh_are_the_sharded_ones():
-    results, _ = run_world(4, 0, resharded_to_a_smaller_mesh, None)
-    assert results == [(True, True)] * 4
 
 
 def give_odd_things(trainer):

@@ -30,9 +30,9 @@ from sglang_reshard.sources import (
     fused,
     slice_of,
 )
+from support.dtensors import as_rank
 from support.plans import assembled_states
 from support.sweep import examples
-from test_placements import as_rank
 
 EXPERTS, INNER, HIDDEN = 6, 4, 10
 

@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from support.left_behind import torch_segments
@@ -156,7 +155,7 @@ def write(state, version, dtype):
 
 def train(trainer, live_dtype, ways):
     for way, dtype in ways:
-        sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=500, timeout_s=30)
+        sender = trainer.sender(bucket_bytes=500)
         state = globals()[way](trainer.size, dtype)
         for version in (1, 2):
             write(state, version, dtype)
