@@ -108,7 +108,7 @@ def test_modules_that_are_named_exist(document):
         assert "NAME" in name or any(path.exists() for path in found), name
 
 
-@pytest.mark.parametrize(("document", "lines"), [("README.md", 150), ("RESHARDING_GUIDE.md", 300)])
+@pytest.mark.parametrize(("document", "lines"), [("README.md", 130), ("RESHARDING_GUIDE.md", 300)])
 def test_the_first_documents_stay_short(document, lines):
     assert len(text(document).splitlines()) < lines
 
@@ -134,7 +134,7 @@ def test_every_page_of_results_has_a_generated_table():
     assert {path for path in pages if f"<!-- {path.stem}: begin -->" in path.read_text()} == pages
 
 
-@pytest.mark.parametrize("document", ["README.md", "RESHARDING_GUIDE.md"])
+@pytest.mark.parametrize("document", ["README.md", "RESHARDING_GUIDE.md", "docs/features.md"])
 def test_the_number_of_architectures_is_that_of_the_results(document):
     passed = sum(map(int, re.findall(r"(\d+) pass at tp 1, 2 and 4", text("docs/results/architectures.md"))))
     assert re.search(rf"\b{passed}\s(are|of)\b", text(document))
@@ -359,7 +359,7 @@ RUN_BY = {
     r"make setup-torchrl": "test/trainers/test_torchrl.py",
     r"make setup-bridge|.*pytest test/verl/test_megatron_bridge\.py": "test/verl/test_megatron_bridge.py",
     r"make test-trainers": "test/trainers/test_fsdp1.py",
-    r"\.venv/bin/python -m pytest test/trainers/test_megatron_live\.py": "test/trainers/test_megatron_live.py",
+    r".* -m pytest test/trainers/test_megatron_live\.py": "test/trainers/test_megatron_live.py",
     r"\.venv/bin/python examples/two_collectors\.py": "test/trainers/test_module_receiver.py",
     r"PYTHONPATH=\S+ \.venv/bin/python examples/torchrl_collector\.py": "test/trainers/test_torchrl.py",
     r"\.venv/bin/python examples/tiny_on_cpu\.py FOLDER .*": "test/verl/test_ppo.py",
@@ -394,7 +394,7 @@ RUN_BY = {
     r"sglang-reshard doctor( .*)?": "test/engine/live/test_metrics_live.py",
     r"sglang-reshard doctor --side \w+|python -m sglang_reshard\.cli\.doctor": "test/installed/test_bare_venv.py",
     r"python -m sglang\.launch_server|curl .*/weights_info": "test/engine/live/test_server.py",
-    r".*\.venv/bin/(python|torchrun) .*examples/http/.*": "test/engine/live/test_http_example.py",
+    r".*\.venv/bin/(python|torchrun) .*(examples/http/|update\.py ).*": "test/engine/live/test_http_example.py",
 }
 # Of the reader's own containers and machines.
 NOT_OURS = r"docker run --pid=host"

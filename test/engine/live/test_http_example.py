@@ -16,12 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sglang_reshard.api.remote_engine import API_KEY, RemoteEngine
 from sglang_reshard.errors import Unauthorized
 from support import zygote
-from support.documents import ROOT, printed
+from support.documents import ROOT, blocks, printed
 from support.servers import serving
 
 pytestmark = [pytest.mark.engine]
 LEARNED = [13, 21, 34, 55, 89, 144]
-PAGE, RECIPES, KEY = "examples/http/README.md", "docs/recipes/trainers.md", "a key of their own"
+PAGE, RECIPES, KEY = "examples/http/README.md", "docs/recipes/trainers.md", "secret"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def server(folder: Path) -> Iterator[str]:
 
 def ran(document: str, script: str, server: str, folder: Path, **variables: str) -> list[str]:
     """Runs the document's command in a shell, for this server. Returns what it prints."""
-    line = printed(document, script).replace("/tmp/served", str(folder))
+    line = printed(document, script).replace("/tmp/served", str(folder)).replace("update.py", f"{folder}/update.py")
     line = line.replace("127.0.0.1:30000", server.removeprefix("http://"))
     ran = subprocess.run(
         ["bash", "-c", line],
@@ -100,6 +100,14 @@ def test_a_wrong_key_opens_nothing(server: str) -> None:
             RemoteEngine(server, api_key=key).generate(input_ids=[1, 2])
 
 
+def test_the_lines_of_the_readme_run_as_pasted(server: str, said: list[str], folder: Path) -> None:
+    (folder / "update.py").write_text(blocks("README.md", "python")[0])
+    assert "publish" in "\n".join(ran("README.md", "update.py", server, folder))
+    info = RemoteEngine(server, api_key=KEY).check()
+    assert (info.version, info.verified) == ("step 1", "full")
+
+
+@pytest.mark.sweep
 def test_a_deepspeed_trainer_brings_its_weights(server: str, said: list[str], folder: Path) -> None:
     told = answers(ran(RECIPES, "train_zero3.py", server, folder, **{API_KEY: KEY}))
     assert list(told) == ["zero3 1", "zero3 2", "zero3 3"]
