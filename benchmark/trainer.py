@@ -61,17 +61,14 @@ def main(job: Job) -> None:
 
 
 @contextmanager
-def engine_and_weights(job: Job, loader: str, **on_gpu: Any) -> Iterator[tuple[Any, Weights]]:
-    """Yields the engine, on rank 0 only, and this rank's weights. The engine may be asked to use `loader`.
-
-    on_gpu: arguments of an engine on a GPU
-    """
+def engine_and_weights(job: Job, loader: str) -> Iterator[tuple[Any, Weights]]:
+    """Yields the engine, on rank 0 only, and this rank's weights. The engine may be asked to use `loader`."""
     case, model_path = job.case, Path(job.folder) / "model"
     engine = None
     if dist.get_rank() == 0:
         model_path.mkdir()
         (model_path / "config.json").write_text(json.dumps(case.model.config()))
-        engine = _start_engine(model_path, job, loader, on_gpu)
+        engine = _start_engine(model_path, job, loader)
     dist.barrier()
     try:
         yield engine, Weights(case.model.shapes(), init_device_mesh(job.device, (case.trainers,)))
@@ -121,7 +118,7 @@ def join(kind: str, trainers: int) -> torch.device:
     return device
 
 
-def _start_engine(model_path: Path, job: Job, loader: str, on_gpu: dict[str, Any]) -> Any:
+def _start_engine(model_path: Path, job: Job, loader: str) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
     arguments: dict[str, Any] = {
@@ -137,7 +134,7 @@ def _start_engine(model_path: Path, job: Job, loader: str, on_gpu: dict[str, Any
     if job.device == "cpu":
         arguments = cpu_host.engine_arguments(**arguments)
     else:
-        arguments |= {"mem_fraction_static": 0.3, "max_total_tokens": 2048, "disable_cuda_graph": True, **on_gpu}
+        arguments |= {"mem_fraction_static": 0.3, "max_total_tokens": 2048, "disable_cuda_graph": True}
     with without_torchrun_variables():
         return Engine(**arguments)
 

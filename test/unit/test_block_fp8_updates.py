@@ -73,7 +73,7 @@ def forecast(transfer, rank):
     target = transfer.target
     landing = Landing(target.program).converting(torch.device("meta"), BUCKET_BYTES)
     reads = Reads(rank, torch.device("meta"), target.tensor_index, target.read_plan, landing, {})
-    place(reads, transfer.strategy)
+    place(reads, transfer.strategy, transfer.strategy.senders(rank))
     return landing.nbytes
 
 

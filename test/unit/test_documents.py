@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from sglang_reshard import SenderOptions, UpdateOptions, WeightSender, errors
 from sglang_reshard.engine.context import Phase
 from sglang_reshard.patches import metrics
 from sglang_reshard.patches.metrics import METRICS
+from sglang_reshard.protocol.weights_info import WeightsInfo
 from sglang_reshard.route_table import ROUTES
 from support.documents import (
     DOCUMENTS,
@@ -34,7 +36,9 @@ from support.documents import (
 OBSERVABILITY, OPTIONS, TROUBLESHOOTING = "docs/observability.md", "docs/usage/options.md", "docs/troubleshooting.md"
 FOLDERS = "test|benchmark|docs|examples|patches|python|tools|verl_integration"
 TARGETS = sorted({m for d in DOCUMENTS for c in commands(d) for m in re.findall(r"\bmake ([a-z][\w-]*)", c)})
-MODULES = sorted({m for d in DOCUMENTS for c in commands(d) for m in re.findall(r"python -m ([\w.]+)", c)})
+# The changelog names what has gone, too.
+TODAY = [document for document in DOCUMENTS if document != "CHANGELOG.md"]
+MODULES = sorted({m for d in TODAY for c in commands(d) for m in re.findall(r"python -m ([\w.]+)", c)})
 
 
 def coded(cell):
@@ -134,6 +138,65 @@ def test_every_page_of_results_has_a_generated_table():
 def test_the_number_of_architectures_is_that_of_the_results(document):
     passed = sum(map(int, re.findall(r"(\d+) pass at tp 1, 2 and 4", text("docs/results/architectures.md"))))
     assert re.search(rf"\b{passed}\s(are|of)\b", text(document))
+
+
+def recorded(name):
+    """The rows of a file of results, its header first."""
+    return json.loads((ROOT / "benchmark" / "results" / f"{name}.json").read_text())
+
+
+STATUS = [
+    "README.md",
+    "RESHARDING_GUIDE.md",
+    *(f"docs/{d}.md" for d in ["alternatives", "which-api", "compatibility", "faq"]),
+]
+
+
+@pytest.mark.parametrize("document", [*STATUS, "docs/usage/gpus.md"])
+def test_the_gpus_that_have_run_this_are_those_of_the_results(document):
+    gpus = {gpu.split()[1] for name in ("gpu", "gpu-h100", "one-gpu") for gpu in recorded(name)[0]["host"]["gpus"]}
+    assert gpus == {"H200", "H100"}
+    words = " ".join(text(document).split())
+    assert re.search("[Aa]n H200 and an H100", words)
+    assert not re.search(r"\bon one GPU, and|One GPU has run|that GPUs have not run", words)
+
+
+def test_the_engine_on_a_gpu_is_as_fast_as_the_results_say():
+    header, *rows = recorded("one-gpu")
+    (row,) = (r for r in rows if (r["case"], r["step"]) == ("dense", "warm update"))
+    said = [found for d in DOCUMENTS for found in re.findall(r"3\.4 GB\s+in\s(\d+) ms", text(d))]
+    assert "H100" in header["host"]["gpus"][0]
+    assert f"{row['received_bytes'] / 1e9:.1f}" == "3.4"
+    assert set(said) == {f"{row['seconds'] * 1000:.0f}"}
+
+
+def test_the_table_of_weights_info_has_all_fields():
+    rows = table("docs/usage/server.md", "## Live weights")
+    assert sorted(name for row in rows for name in coded(row[0])) == sorted(WeightsInfo.__struct_fields__)
+
+
+def test_the_rows_of_a_plan_are_those_that_it_prints():
+    for name in (part for row in table("docs/usage/planning.md", "## Output") for part in row[0].split(", messages ")):
+        name = name.removesuffix(" (a column)").removeprefix("messages ")
+        assert any(name in words for words in strings_of_the_code()), name
+
+
+def test_the_figures_of_deepseek_v3_are_those_of_its_plan():
+    plan = json.loads((ROOT / "benchmark/results/plan-deepseek-v3.json").read_text())
+    section = " ".join(text("docs/usage/planning.md").partition("## DeepSeek-V3")[2].split())
+    engine, trainer, gather = plan["engine_ranks"], plan["trainer_ranks"], plan["gather"]
+    for figure in (
+        f"{plan['tensors']:,} tensors, {plan['model_bytes'] / 1e9:.1f} GB in {plan['layout_pieces'] / 1e6:.1f} million",
+        f"`{plan['transport']}`, in {plan['messages']:,} messages",
+        f"predicted transfer time of {plan['predicted_seconds']:.2f} s",
+        f"receives | {max(r['received_bytes'] for r in engine) / 1e9:.1f} GB, exactly the elements it lacks",
+        f"holds | {max(r['shard_bytes'] for r in trainer) / 1e9:.1f} GB",
+        f"sends | {max(r['sent_bytes'] for r in trainer) / 1e9:.1f} GB",
+        f"nothing | {gather['trainer_received_bytes'] / 1e9:.1f} GB",
+        f"engine rank | {max(r['extra_bytes'] for r in engine) / 1e6:.0f} MB | {gather['extra_bytes'] / 1e9:.2f} GB",
+        f"trainer rank | {max(r['extra_bytes'] for r in trainer) / 1e6:.0f} MB",
+    ):
+        assert figure in section, figure
 
 
 def glossary():
@@ -296,7 +359,7 @@ RUN_BY = {
     r"make setup-torchrl": "test/trainers/test_torchrl.py",
     r"make setup-bridge|.*pytest test/verl/test_megatron_bridge\.py": "test/verl/test_megatron_bridge.py",
     r"make test-trainers": "test/trainers/test_fsdp1.py",
-    r"\.venv/bin/python -m pytest test/trainers/test_megatron_live\.py": "test/trainers/test_megatron_live.py",
+    r".* -m pytest test/trainers/test_megatron_live\.py": "test/trainers/test_megatron_live.py",
     r"\.venv/bin/python examples/two_collectors\.py": "test/trainers/test_module_receiver.py",
     r"PYTHONPATH=\S+ \.venv/bin/python examples/torchrl_collector\.py": "test/trainers/test_torchrl.py",
     r"\.venv/bin/python examples/tiny_on_cpu\.py FOLDER .*": "test/verl/test_ppo.py",

@@ -44,7 +44,7 @@ def train(trainer: Any) -> tuple[str, list[dict[str, Any]]]:
     with pytest.raises(EngineRefused):
         sender.update(state.given, weight_version="bad")
     sender.close()
-    return sender._session.address.session, kept.told()
+    return sender.session.address.session, kept.told()
 
 
 def broken(*_: Any) -> None:

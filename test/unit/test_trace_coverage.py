@@ -9,10 +9,9 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.gaps import check_coverage
 from sglang_reshard.trace.geometry import Geometry, IndexMap
-from sglang_reshard.trace.lazy_tensor import CheckpointTensor
+from sglang_reshard.trace.lazy_tensor import CheckpointTensor, Record
 from sglang_reshard.trace.live import live_storages
 from sglang_reshard.trace.loader import Loader
-from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.program import MayStay
 from sglang_reshard.trace.stock_load import StockLoad
 from support.sweep import examples

@@ -196,8 +196,8 @@ def failed_phase(error: BaseException, current: Phase) -> str:
     return phase if phase in list(Phase) else "aborted"
 
 
-def describe_error(error: Exception) -> str:
-    if isinstance(error, ReshardError):
+def describe_error(error: BaseException) -> str:
+    if isinstance(error, (ReshardError, PhaseFailed)):
         return str(error)
     logger.error("update failed", exc_info=error)
     return f"{type(error).__name__}: {error}"

@@ -61,7 +61,7 @@ class TargetPlanner:
 
         Returns the votes of all engine ranks, if none of them has a transfer to reuse.
         """
-        from sglang_reshard.engine.names.search import search_names
+        from sglang_reshard.engine.names import search_names
 
         try:
             with context.enter(Phase.TRACE):

@@ -62,9 +62,9 @@ class UpdateExecutor:
     A phase that fails raises PhaseFailed or Aborted if all ranks know of it, and any other error if they do not.
     """
 
-    def __init__(self, target: Target, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, target: Target, rank: int, device: torch.device) -> None:
         """See `WeightReceiver`."""
-        self._target, self._rank, self._size, self._device = target, rank, size, device
+        self._target, self._rank, self._device = target, rank, device
         # Signature and layout of the target whose remark is in an earlier report; a reference would keep its memory.
         self._remarked: tuple[int, str] | None = None
         self._live: TargetPlan | None = None  # by which the live weights, and scratch memory, were written

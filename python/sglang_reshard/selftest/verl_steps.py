@@ -80,7 +80,7 @@ def _steps(file: Path) -> list[dict[str, float]]:
 
 
 def _told_steps(file: Path, run: str, tell: Callable[[str], None]) -> Callable[[], None]:
-    """Returns what tells of the steps that have ended since it was called last."""
+    """Returns what reports the steps that have ended since it was called last."""
     told = 0
 
     def poll() -> None:

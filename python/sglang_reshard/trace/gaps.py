@@ -21,11 +21,10 @@ from sglang_reshard.trace.coverage import runs_cover
 from sglang_reshard.trace.geometry import Geometry, IndexMap, TooFragmented, grid_shape, remainder, to_boxes
 from sglang_reshard.trace.kept import engine_name, part_of, parts_of
 from sglang_reshard.trace.kv_scales import is_default_scale
-from sglang_reshard.trace.lazy_tensor import LiveStorage, VersionedView, leaves
+from sglang_reshard.trace.lazy_tensor import LiveStorage, Record, VersionedView, geometry_of, leaves
 from sglang_reshard.trace.left_alone import LeftAlone, check_buffers, restoring_steps
 from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.loader import Loaded, Loader
-from sglang_reshard.trace.memory import Record, geometry_of
 from sglang_reshard.trace.program import MayStay, Step
 from sglang_reshard.trace.quantized_parts import check_quantized
 from sglang_reshard.trace.stock_load import EngineStart, StockLoad, copies_of, source_names

@@ -24,9 +24,8 @@ from sglang_reshard.layout.names import matches_any
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.kept import engine_name, patterns_of
-from sglang_reshard.trace.lazy_tensor import CheckpointTensor, VersionedView, checkpoint_tensors, leaves
+from sglang_reshard.trace.lazy_tensor import CheckpointTensor, Record, VersionedView, checkpoint_tensors, leaves
 from sglang_reshard.trace.loader import Loader, check_names
-from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.program import MayStay
 
 _MOST_PATTERNS = 12  # that an error lists

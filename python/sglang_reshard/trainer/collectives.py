@@ -23,11 +23,9 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard.errors import DeadlineExceeded, ReshardError, Unsupported
-from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import Failure, Outcome, decode, encode
 
 T = TypeVar("T")
-logger = get_logger(__name__)
 Exchange = Callable[[bytes], Sequence[bytes]]  # returns, on every rank, what each rank has passed, in rank order
 
 
@@ -138,8 +136,6 @@ class Gathering(Generic[T]):
         if error is not None and not isinstance(error, Exception):
             return  # Ctrl-C
         own = Outcome(self.own) if error is None else Outcome(None, Failure.on(self._rank, error))
-        if not isinstance(error, ReshardError | None):
-            logger.error("trainer rank %d failed; all trainer ranks raise its error", self._rank, exc_info=error)
         try:
             outcomes = [decode(told, self._kind) for told in self._exchange(encode(own))]
         except ReshardError:

@@ -107,6 +107,7 @@ def test_the_lines_of_the_readme_run_as_pasted(server: str, said: list[str], fol
     assert (info.version, info.verified) == ("step 1", "full")
 
 
+@pytest.mark.sweep
 def test_a_deepspeed_trainer_brings_its_weights(server: str, said: list[str], folder: Path) -> None:
     told = answers(ran(RECIPES, "train_zero3.py", server, folder, **{API_KEY: KEY}))
     assert list(told) == ["zero3 1", "zero3 2", "zero3 3"]

@@ -159,7 +159,7 @@ def test_a_malformed_request_is_answered_not_served(server: str) -> None:
 
 def test_a_server_serves_what_the_trainer_was_told_whenever_its_answer_is_lost(server: str, tmp_path: Path) -> None:
     """Behind a proxy that cuts connections."""
-    job = {"url": server, "key": KEY, "target_tp": TP, "timeout_s": 60, "long": 400}
+    job = {"url": server, "key": KEY, "target_tp": TP, "timeout_s": 60, "long": 200}
     seen, other = run_trainers(2, "lost_answers_job:lose_answers", tmp_path, **job)
     told, serves = seen["told"], seen["serves"]
     assert told == other["told"]

@@ -249,6 +249,23 @@ def test_tokens_are_the_same_when_it_is_healed(server: Server) -> None:
     assert server.tokens() == before
 
 
+def test_a_stock_load_heals_and_a_failed_one_does_not(server: Server, tmp_path: Path) -> None:
+    before = server.tokens()
+    server.probe({"reason": REASON})
+    assert server.load(tmp_path / "nothing").status_code == 400
+    assert refuses(server.ask("generate"))
+    one = tmp_path / "one"  # tensor: SGLang loads it, and reports success
+    shutil.copytree(server.checkpoint, one, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file({"model.norm.weight": torch.ones(tiny_model.config(TP, TP).hidden_size)}, one / "model.safetensors")
+    assert "still serves no request: engine rank" in server.load(one).json()["message"]
+    assert refuses(server.ask("generate"))
+    assert server.load(server.checkpoint).status_code == 200
+    assert [float(value) for value in server.gauge()] == [0]
+    assert server.tokens() != before
+    assert server.load(one).status_code == 200, "a sound engine takes what a user gives it"
+    assert [float(value) for value in server.gauge()] == [0]
+
+
 TWO_WORKLOADS = Path(__file__).parents[3] / "docs" / "recipes" / "kubernetes" / "two-workloads.yaml"
 
 
@@ -284,20 +301,3 @@ def test_a_torn_engine_is_not_ready_and_the_trainer_of_the_manifest_repairs_it(s
     assert run_trainers(1, repair, tmp_path, url=server.url, checkpoint=checkpoint) == ["ipc"]
     assert leads_to_the_engine("engine")
     assert server.ask("generate").json()["meta_info"]["weight_version"] == "whole"
-
-
-def test_a_stock_load_heals_and_a_failed_one_does_not(server: Server, tmp_path: Path) -> None:
-    before = server.tokens()
-    server.probe({"reason": REASON})
-    assert server.load(tmp_path / "nothing").status_code == 400
-    assert refuses(server.ask("generate"))
-    one = tmp_path / "one"  # tensor: SGLang loads it, and reports success
-    shutil.copytree(server.checkpoint, one, ignore=shutil.ignore_patterns("*.safetensors*"))
-    save_file({"model.norm.weight": torch.ones(tiny_model.config(TP, TP).hidden_size)}, one / "model.safetensors")
-    assert "still serves no request: engine rank" in server.load(one).json()["message"]
-    assert refuses(server.ask("generate"))
-    assert server.load(server.checkpoint).status_code == 200
-    assert [float(value) for value in server.gauge()] == [0]
-    assert server.tokens() != before
-    assert server.load(one).status_code == 200, "a sound engine takes what a user gives it"
-    assert [float(value) for value in server.gauge()] == [0]

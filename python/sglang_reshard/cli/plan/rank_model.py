@@ -83,9 +83,7 @@ def model_rank(request: PlanRequest, index: TensorIndex, engine_rank: int) -> Ra
     reads = plan_reads(index, program.copies, location)
     targets = {name: torch.empty(t.numel(), dtype=t.dtype, device="meta") for name, t in program.targets.items()}
     demand = rank_demand(index, reads, host, device)
-    return RankModel(
-        demand, reads, Program(program.copies, targets, seconds=program.seconds, arrivals=program.arrivals)
-    )
+    return RankModel(demand, reads, Program(program.copies, targets, arrivals=program.arrivals))
 
 
 def _built(request: PlanRequest, engine_rank: int) -> torch.nn.Module:

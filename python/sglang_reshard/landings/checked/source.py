@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sglang_reshard.errors import Aborted, Mismatch, ReshardError
+from sglang_reshard.errors import Aborted, Mismatch
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
 from sglang_reshard.landings.checked.coefficients import tensor_coefficients
 from sglang_reshard.landings.checked.messages import ChecksAsk, Checksums, PartialChecksums, summed
@@ -20,7 +20,6 @@ from sglang_reshard.layout.names import renamed
 from sglang_reshard.layout.regions import ITEM_BYTES, Box, LocalRegion, Region, is_within
 from sglang_reshard.layout.shard_map import ShardBox
 from sglang_reshard.layout.source_layout import SourceLayout
-from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.plan.tensor_index import TensorClass
 from sglang_reshard.protocol.messages import Failure, Outcome, Question, decode
@@ -30,7 +29,6 @@ from sglang_reshard.protocol.update_channel import TrainerChannel
 if TYPE_CHECKING:
     from sglang_reshard.trainer.publisher import PublishedShards
 
-logger = get_logger(__name__)
 # What checksums were computed for: content hashes of the regions of all engine ranks and of names, and
 # `PublishedShards.identity`.
 _Key = tuple[tuple[str, ...], str, tuple[object, ...]]
@@ -170,10 +168,6 @@ class TrainerChecks:
             self._answered.append((checksums, ask.selection, found))
             part = Outcome(found)
         except Exception as error:
-            if not isinstance(error, ReshardError):
-                logger.exception(
-                    "trainer rank %d failed to compute checksums for update %d", self._rank, channel.update
-                )
             part = Outcome(None, Failure.on(self._rank, error))
         with contextlib.suppress(Aborted):  # the results report it
             if self._rank == 0:
