@@ -136,7 +136,7 @@ $(NEWEST_BRIDGE_STAMP): | $(STAMP)
 	  --target $(VENV)/megatron-bridge-newest megatron-bridge==$(NEWEST_BRIDGE) megatron-core==0.19.2
 	touch $@
 
-# The site of the documents, in an environment of its own, without torch: 60 MB. SITE_URL and REPO_URL are where it and
+# The site of the documents, in an environment of its own, without torch: 42 MB to download. SITE_URL and REPO_URL are where it and
 # the repository are; the latter is git's origin, if that is on the web. mermaid draws the diagrams and comes from npm, so that
 # the site loads nothing from elsewhere; without npm, pages with diagrams load it from unpkg.com, and the build says so.
 MKDOCS := mkdocs==1.6.1 mkdocs-material==9.8.2 mkdocs-material-extensions==1.3.1 mkdocs-get-deps==0.2.2 \

@@ -47,6 +47,8 @@ log = logging.getLogger("mkdocs.plugins.website")
 def on_config(config: MkDocsConfig) -> None:
     config.copyright = f"sglang-reshard {_VERSION}, Apache-2.0"
     config.repo_name = f"sglang-reshard {_VERSION}"
+    if not config.repo_url:
+        config.edit_uri = None
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
