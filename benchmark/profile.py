@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmark import matrices, pages, profile_live, results
-from benchmark.matrices import Matrices, MatrixRows
+from benchmark.matrices import Matrices, MatrixParts
 from benchmark.results import Rows
 from benchmark.world import run_world, sender
 
@@ -140,7 +140,7 @@ def serve(rank: int, ranks: int, requests: Any, case: Case, functions: int) -> S
     from sglang_reshard.engine.targets import TracedModel
 
     watch, profile = Watch("engine"), Functions(functions, rank == 0)
-    receiver = WeightReceiver(TracedModel(MatrixRows(rank, ranks, case.model)), rank, ranks, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(MatrixParts(rank, ranks, case.model)), rank, ranks, torch.device("cpu"))
     for number, request in enumerate(requests):
         output = profile.run(number > WARMUPS, functools.partial(receiver.update, request))
         requests.answer(output)

@@ -11,7 +11,6 @@ from fuzz.in_process import Guarded, Mail, RoomGroups, Rooms
 from fuzz.settings import fuzzed
 from fuzz.states import shards_of, whole_of
 from sglang_reshard.landings.base import Landing
-from sglang_reshard.landings.converting import converting
 from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.memory.peer_memory import PeerMemory
@@ -105,7 +104,7 @@ def test_every_element_lands_and_nothing_else_is_written(random):
         program = Program(tuple(own), live[e].targets)
         mapped = strategy.mapped_by(e, plans[e], index)
         memory = {t: PeerMemory(t, exported[t], CPU, of_rank) for t, of_rank in mapped.items()}
-        reads = Reads(e, CPU, index, plans[e], converting(Landing(program), CPU, bucket), memory)
+        reads = Reads(e, CPU, index, plans[e], Landing(program).converting(CPU, bucket), memory)
         if isinstance(strategy, BroadcastStrategy):
             end = BroadcastEngineEnd(SimpleNamespace(reads=reads), strategy)
             end.prepare(RoomGroups(rooms, e))

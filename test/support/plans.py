@@ -79,7 +79,7 @@ def tp_copies(layout: SourceLayout, dims: list[int], engines: int) -> list[list[
 def tensor_parallel_demands(
     trainer_hosts: Sequence[str], engine_hosts: Sequence[str], dims: Sequence[int] = (0, 1, -1)
 ) -> tuple[TensorIndex, list[RankDemand], ClusterTopology]:
-    """What engine ranks of two cores each, without GPUs, need of twelve tensors.
+    """What engine ranks without GPUs need of twelve tensors.
 
     Trainer ranks hold rows, engine ranks parts along `dims`, of every three tensors in turn.
     """
@@ -89,7 +89,7 @@ def tensor_parallel_demands(
     copies = tp_copies(layout, list(dims) * 4, len(engine_hosts))
     for rank, (own, host) in enumerate(zip(copies, engine_hosts, strict=True)):
         plan = plan_reads(index, own, RankLocation(rank, len(engine_hosts), host, tuple(trainer_hosts)))
-        demands.append(rank_demand(index, plan, host, 2))
+        demands.append(rank_demand(index, plan, host))
     return index, demands, ClusterTopology.of(demands, trainer_hosts)
 
 

@@ -76,7 +76,7 @@ def keep_staged_memory(rank: int, size: int, requests: Any) -> list[bool]:
         output = receiver.update(request)
         if number in (0, 3):
             landing: Any = receiver._executor.transfers.last.landing  # type: ignore[union-attr]
-            shadow = next(t for n, t in landing.program.targets.items() if t is not landing.live.targets[n])
+            shadow = next(t for n, t in landing.program.targets.items() if t is not landing._apart.live.targets[n])
             memory = StorageWeakRef(shadow.untyped_storage())
             del landing, shadow
         assert memory is not None

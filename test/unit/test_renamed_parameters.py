@@ -16,24 +16,8 @@ from sglang_reshard.layout.names import Renaming, patterns
 from sglang_reshard.sources import FlatBuffer, FlatMember, FusedSlice, FusedTensor, describe
 from support.several_engines import several_engines_sender
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import serve
 from support.world import run_world
-
-
-def serve(rank, size, requests, *_):
-    """Answers all updates. Returns, for each, the versions (of 1 to 3) that the live weights are then."""
-    model = ToyRank(rank, size)
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
-    found = []
-    for request in requests:
-        requests.answer(receiver.update(request))
-        found.append([version for version in (1, 2, 3) if is_version(model, version)])
-    return found
-
-
-def is_version(model, version):
-    stock = ToyRank(model.rank, model.size)
-    stock.load_weights(checkpoint(version).items())
-    return all(torch.equal(p, getattr(model, name)) for name, p in stock.named_parameters())
 
 
 def train_with_dicts(trainer, kind):
@@ -78,7 +62,7 @@ def test_a_dict_is_taken_as_its_items(kind):
         pytest.importorskip("tensordict")
     warm, found = run_world(2, 2, train_with_dicts, serve, kind)
     assert warm == [True, True]
-    assert found == [[[1], [2], [3]]] * 2
+    assert found == [[1, 2, 3]] * 2
 
 
 def snapshot_of_a_dict(trainer, folder):
@@ -143,7 +127,7 @@ def test_names_are_those_that_rename_gives_them(rename, asynchronous):
     told, found = run_world(2, 2, train_renamed, serve, rename, asynchronous)
     assert [entry[0] for entry in told] == [False, False]
     assert all("actor.embed.weight" in entry[1] for entry in told), told
-    assert found == [[[1], [2], [2]]] * 2
+    assert found == [[1, 2, 2]] * 2
 
 
 def test_the_longest_prefix_is_replaced_once():

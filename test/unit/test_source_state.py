@@ -24,6 +24,12 @@ def on_mesh(local, placements, shape=None):
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+@pytest.mark.parametrize("given", [torch.nn.Linear(2, 2).parameters(), torch.ones(2, 2)])
+def test_tensors_without_names_are_one_sentence(given):
+    with pytest.raises(Mismatch, match=r"tensors without names; pass the model, model.named_parameters\(\) or"):
+        described(given)
+
+
 def test_shards_are_the_memory_itself():
     """Gradients, inference mode, 0-dim, no elements, any strides, a parameter, a view in a flat buffer."""
     flat = torch.arange(24.0)

@@ -156,8 +156,8 @@ def engine(monkeypatch):
     probes = SimpleNamespace(make_probe=lambda mapping, module: mapping)
     monkeypatch.setitem(sys.modules, "verl.workers.engine.megatron.delta_export", probes)
 
-    def task(name, parameter, **more):
-        mapping = SimpleNamespace(megatron_to_hf=lambda shard, module: {f"hf.{name}": shard}, **more)
+    def task(name, parameter):
+        mapping = SimpleNamespace(megatron_to_hf=lambda shard, module: {f"hf.{name}": shard}, hf_param=f"hf.{name}")
         return SimpleNamespace(
             global_param_name=name, mapping=mapping, param_weight=parameter, megatron_module=torch.nn.Module()
         )
@@ -199,6 +199,14 @@ def test_engines_without_probes_are_refused(engine, change, why):
     vars(engine).update(change)
     with pytest.raises(Unsupported, match=why):
         Megatron(1).tensors(engine)
+
+
+def test_parameters_of_one_tensor_that_are_not_tied_are_refused_whichever_rank_has_the_other(engine):
+    engine.tasks[3].mapping.hf_param = "hf.layer"
+    with pytest.raises(Unsupported, match=r"layer and elsewhere, which are not tied, are both converted to hf.layer"):
+        Megatron(2).tensors(engine)
+    engine.tasks[2].param_weight.shared_embedding = True
+    assert [name for name, *_ in Megatron(2).tensors(engine)] == ["hf.embedding.word_embeddings.weight", "hf.layer"]
 
 
 class Stacks:

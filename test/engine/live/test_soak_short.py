@@ -108,7 +108,7 @@ LIVE = [{"a": "1", "b": "2"}, {"a": "3", "b": "2"}]
 
 def version_rows(last: int = 50, **found: object) -> list[verdict.VersionRow]:
     """Of the first version and a later one; `found` is what was found of that."""
-    first = Verified(1, [[1, 2]], LIVE, False)
+    first = Verified(1, [[1, 2]], LIVE)
     later = msgspec.structs.replace(first, version=last, **found)
     return verdict.versions([first, later], {v: Expected(v, [[1, 2]], 0.5, LIVE) for v in (1, last)})
 
