@@ -5,7 +5,7 @@ cases      what is measured               trainer    one trainer rank of a case
 models     configs and checkpoint names   weights    FSDP2 shards that change before every update
 paths      ours; `stock` SGLang's own     timing     updates in step, and what each rank saw
 exactness  digests against a stock load   memory     what a process takes beyond what it had
-copying    the machine's limit            interlude  copies between paths
+copying    the machine's limit, between paths
 rows       from what was seen to rows     results    the JSON files
 pages      into README.md, docs/results   plots      as pictures
 scaling    against tensors, bytes, ranks

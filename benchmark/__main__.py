@@ -58,7 +58,7 @@ def _cases(quick: bool, only: str | None, command: str, console: Console) -> boo
         console.print(f"another host: {why}")
     if rows and not quick:
         plots.plot_paths(rows, path.with_suffix(".png"))
-        pages.write("costs", "benchmark")
+        pages.write("figures", "benchmark")
     return bool(rows) and all(row["bit_exact"] for row in rows)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmark import matrices, pages
-from benchmark.matrices import Matrices, MatrixRows
+from benchmark.matrices import Matrices, MatrixParts
 from benchmark.results import Row
 from benchmark.world import digest, run_world, sender, slowest, updates
 
@@ -62,7 +62,7 @@ def _step(tensors: Sequence[torch.Tensor], update: int, trainer_rank: int) -> No
 
 def serve(rank: int, ranks: int, requests: Any, model: Matrices, _transport: str, count: int) -> list[str]:
     """The digests after the last update of each way: trainer and engine ranks have the same rows."""
-    engine = MatrixRows(rank, ranks, model)
+    engine = MatrixParts(rank, ranks, model)
     return [
         digest(engine.weights) if number % (WARMUPS + count) == 0 else ""
         for number, _ in enumerate(updates(engine, rank, ranks, requests), 1)

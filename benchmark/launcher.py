@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from rich.console import Console
 from benchmark import rows
 from benchmark.cases import PATHS, STOCK, Case, Effort
 from benchmark.environment import environment
-from benchmark.interlude import Interludes
 from benchmark.results import Rows
 from benchmark.trainer import Job, Seen
 from sglang_reshard.errors import ReshardError
@@ -74,29 +72,19 @@ def _without_stock(case: Case, device: str, available: int) -> str:
 
 
 def _one(case: Case, paths: Sequence[str], effort: Effort, device: str, found: Found) -> None:
-    with (
-        tempfile.TemporaryDirectory(prefix="sglang-reshard-bench-", ignore_cleanup_errors=True) as folder,
-        closing(Interludes(Path(folder), device)) as copies,
-    ):
-        seen = _seen(case, paths, effort, device, Path(folder), copies.poll)
-    found.rows += rows.rows_of(case, seen, copies.seconds)
+    with tempfile.TemporaryDirectory(prefix="sglang-reshard-bench-", ignore_cleanup_errors=True) as folder:
+        run_ranks("benchmark.trainer", Job(case, tuple(paths), effort, device, folder), _DEADLINE_S)
+        seen = msgspec.json.decode(Path(folder, "seen.json").read_bytes(), type=Seen)
+    found.rows += rows.rows_of(case, seen)
     found.notes += [f"{case.name}: {path} did not run: {why}" for path, why in seen.refused.items()]
     for timed in seen.timed:
         if wrong := differing(timed.after, seen.reference):
             found.notes.append(f"{case.name}: {timed.path} left {len(wrong)} tensors wrong: {', '.join(wrong[:3])}")
 
 
-def _seen(
-    case: Case, paths: Sequence[str], effort: Effort, device: str, folder: Path, poll: Callable[[], None]
-) -> Seen:
-    job = Job(case, tuple(paths), effort, device, str(folder))
-    run_ranks("benchmark.trainer", job, time.monotonic() + _DEADLINE_S, poll)
-    return msgspec.json.decode((folder / "seen.json").read_bytes(), type=Seen)
-
-
-def run_ranks(module: str, job: Job, deadline: float, poll: Callable[[], None]) -> None:
-    """Runs a module as the trainer ranks of a job, until `deadline`, a `time.monotonic()`."""
+def run_ranks(module: str, job: Job, timeout_s: float) -> None:
+    """Runs a module as the trainer ranks of a job."""
     folder = Path(job.folder)
     variables = environment(folder, job.case.engine_tp, job.device, "qwen3", "qwen3_moe")
     command = children.torchrun(job.case.trainers, module, job)
-    children.run(command, variables, folder / "log", deadline, poll)
+    children.run(command, variables, folder / "log", time.monotonic() + timeout_s, lambda: None)

@@ -1,8 +1,8 @@
-"""Models of matrices of one size, for benchmarks without SGLang, and an engine rank that has its rows of them."""
+"""Models of matrices of one size, for benchmarks without SGLang, and an engine rank that has its part of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,19 +41,23 @@ def sharded(model: Matrices, trainers: int, dim: int = 0) -> list[tuple[str, DTe
 DENSE, MOE = Matrices("dense", 310, 1024, 512), Matrices("MoE", 4800, 64, 128)
 
 
-class MatrixRows(torch.nn.Module):
-    """One engine rank's rows of each matrix."""
+class MatrixParts(torch.nn.Module):
+    """One engine rank's part of each matrix: its rows, or what it has along each of `dims` in turn."""
 
-    def __init__(self, rank: int, ranks: int, model: Matrices) -> None:
+    def __init__(self, rank: int, ranks: int, model: Matrices, dims: Sequence[int] = (0,)) -> None:
         super().__init__()
-        self._rank, self._ranks = rank, ranks
         self._numbers = {name: number for number, name in enumerate(model.names)}
-        shape = model.rows // ranks, model.columns
+        self._rank, self._ranks, self._dims = rank, ranks, dims
+        whole = torch.zeros(model.rows, model.columns, dtype=torch.bfloat16)
         self.weights = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
-            for _ in range(model.tensors)
+            torch.nn.Parameter(self.part_of(whole, number).clone(), requires_grad=False)
+            for number in range(model.tensors)
         )
+
+    def part_of(self, whole: torch.Tensor, number: int) -> torch.Tensor:
+        return whole.chunk(self._ranks, self._dims[number % len(self._dims)])[self._rank]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
-            self.weights[self._numbers[name]].data.copy_(tensor.chunk(self._ranks)[self._rank])
+            number = self._numbers[name]
+            self.weights[number].data.copy_(self.part_of(tensor, number))

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmark import matrices, pages, profile
-from benchmark.matrices import Matrices, MatrixRows
+from benchmark.matrices import Matrices, MatrixParts
 from benchmark.results import Row
 from benchmark.world import run_world, sender, updates
 
@@ -106,7 +106,7 @@ def train(trainer: Any, case: Case, folder: str) -> None:
 def serve(rank: int, ranks: int, requests: Any, case: Case, folder: str) -> list[tuple[float, float, float]]:
     """Returns the seconds of each update's moving phase, and of the messages and the copies after it."""
     watch, yardstick, took = profile.Watch("engine"), None, []
-    for _ in updates(MatrixRows(rank, ranks, case.model), rank, ranks, requests):
+    for _ in updates(MatrixParts(rank, ranks, case.model), rank, ranks, requests):
         yardstick = yardstick or Yardstick(case, folder, engine=rank)
         took.append((watch.updates[-1]["move"][1], *yardstick.seconds()))
     return took

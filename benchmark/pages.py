@@ -54,7 +54,7 @@ def _table(name: str, page: str = "", file: str = "", template: str = "", writer
 
 
 TABLES: dict[str, Table] = {
-    "costs": _table("costs", page="README.md", file="bench"),
+    "figures": _table("figures", page="README.md", file="bench"),
     "benchmark": _table("benchmark", file="bench"),
     "mesh-to-mesh": _table("mesh-to-mesh", file="mesh_to_mesh"),
     "fuzz-http": _table("fuzz-http", page="fuzz", template="fuzz"),
@@ -111,6 +111,7 @@ def _environment() -> Environment:
     filters = (three_digits, first_of, grouped, distinct_but_for, without_advice, figures_of_parts, figures_of_step)
     made.filters |= {call.__name__: call for call in filters}
     made.filters |= {"f": formatted, "cell": cell, "yes": lambda value: "yes" if value else "NO"}
+    made.globals["rows_of"] = lambda name: results.load(results.FOLDER / f"{name}.json")[1]
     made.filters["sentence"] = lambda note: f"{note[0].upper()}{note[1:]}."
     made.filters |= {
         "mb": lambda value, spec=",.0f": formatted(value and value / 1e6, spec),

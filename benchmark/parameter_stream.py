@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmark import matrices, pages
-from benchmark.matrices import Matrices, MatrixRows
+from benchmark.matrices import Matrices, MatrixParts
 from benchmark.results import Rows
 from benchmark.world import free_port, run_world, updates
 
@@ -82,7 +82,7 @@ def train(trainer: Any, model: Matrices, port: int) -> list[dict[str, Any]]:
 
 def serve(rank: int, ranks: int, requests: Any, model: Matrices, _port: int) -> bool:
     """Whether all weights are right after every update."""
-    engine, exact = MatrixRows(rank, ranks, model), True
+    engine, exact = MatrixParts(rank, ranks, model), True
     for request in updates(engine, rank, ranks, requests):
         version = int(request.weight_version)
         exact &= all((p == _value(n, version)).all() for n, p in enumerate(engine.weights))

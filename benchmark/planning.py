@@ -82,7 +82,7 @@ def measure(case: Case) -> Row:
         gpu = RankGpuInfo(f"GPU {rank % RANKS_A_HOST} of {host}")
         seat = RankLocation(rank, ENGINES, host, trainer_hosts, gpu, trainer_gpus)
         taken = clock("intakes", lambda copied=copied, seat=seat: plan_reads(catalog, copied, seat))  # type: ignore[misc]
-        needs.append(clock("needs", lambda taken=taken, host=host, gpu=gpu: rank_demand(catalog, taken, host, 1, gpu)))  # type: ignore[misc]
+        needs.append(clock("needs", lambda taken=taken, host=host, gpu=gpu: rank_demand(catalog, taken, host, gpu)))  # type: ignore[misc]
         orders_bytes += clock("orders", lambda taken=taken: _orders_bytes(taken))  # type: ignore[misc]
         boxes += len(taken.copy_ids)
     setting = ClusterTopology.of(needs, trainer_hosts, trainer_gpus)

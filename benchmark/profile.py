@@ -1,19 +1,14 @@
-"""Where the time of an update goes, by process and step: `python -m benchmark.profile [CASE ...] [--functions N]`.
+"""Where the time of an update goes, by process and step: `python -m benchmark.profile [CASE ...]`.
 
 Trainer ranks hold shards of rows, and processes stand in for engine ranks, except in the cases named `live-...`, whose
 engine is SGLang's. Steps are timed from outside, in wall seconds and in CPU seconds of their thread; a step includes
 those that it calls. Figures are of the rank that takes longest: of the first update, and medians of the warm ones.
-`--functions` prints the functions in which trainer rank 0 and engine rank 0 spend most time of their own in warm
-updates; not of live engines.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import functools
-import io
-import pstats
 import statistics
 import time
 from collections import defaultdict
@@ -23,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmark import matrices, pages, profile_live, results
-from benchmark.matrices import Matrices, MatrixRows
+from benchmark.matrices import Matrices, MatrixParts
 from benchmark.results import Rows
-from benchmark.world import run_world, sender
+from benchmark.world import run_world, sender, updates
 
 WARMUPS, UPDATES, DEADLINE_S = 3, 15, 300.0
 
@@ -103,56 +98,28 @@ class Watch:
         setattr(owner, method, classmethod(timed) if isinstance(given, classmethod) else timed)
 
 
-class Functions:
-    """The functions in which a process spends most time, if asked."""
-
-    def __init__(self, shown: int, watched: bool) -> None:
-        self._shown = shown
-        self._profile = cProfile.Profile() if shown and watched else None
-
-    def run(self, warm: bool, call: Any) -> Any:
-        return self._profile.runcall(call) if self._profile is not None and warm else call()
-
-    def text(self) -> str:
-        if self._profile is None:
-            return ""
-        out = io.StringIO()
-        pstats.Stats(self._profile, stream=out).sort_stats("tottime").print_stats(self._shown)
-        return out.getvalue()
-
-
-Seen = tuple[Updates, str]
-
-
-def train(trainer: Any, case: Case, functions: int) -> Seen:
-    watch, profile = Watch("trainer"), Functions(functions, trainer.rank == 0)
+def train(trainer: Any, case: Case) -> Updates:
+    watch = Watch("trainer")
     state = matrices.sharded(case.model, case.trainers)
     sending = sender(trainer, case.transport)
-    for number in range(1 + WARMUPS + UPDATES):
+    for _ in range(1 + WARMUPS + UPDATES):
         torch.distributed.barrier()
-        profile.run(number > WARMUPS, lambda: sending.update(state))
+        sending.update(state)
     sending.close()
-    return watch.updates, profile.text()
+    return watch.updates
 
 
-def serve(rank: int, ranks: int, requests: Any, case: Case, functions: int) -> Seen:
-    from sglang_reshard.engine.receiver import WeightReceiver
-    from sglang_reshard.engine.targets import TracedModel
-
-    watch, profile = Watch("engine"), Functions(functions, rank == 0)
-    receiver = WeightReceiver(TracedModel(MatrixRows(rank, ranks, case.model)), rank, ranks, torch.device("cpu"))
-    for number, request in enumerate(requests):
-        output = profile.run(number > WARMUPS, functools.partial(receiver.update, request))
-        requests.answer(output)
-    return watch.updates, profile.text()
+def serve(rank: int, ranks: int, requests: Any, case: Case) -> Updates:
+    watch = Watch("engine")
+    for _ in updates(MatrixParts(rank, ranks, case.model), rank, ranks, requests):
+        pass
+    return watch.updates
 
 
-def run(case: Case, functions: int = 0) -> tuple[Rows, list[str]]:
-    """Returns the rows of a case, and the functions that were asked for."""
+def run(case: Case) -> Rows:
     sides = case.trainers, case.engines
-    trainers, engines = run_world("benchmark.profile", *sides, case, functions, deadline_s=DEADLINE_S)
-    updates = {"trainer": [u for u, _ in trainers], "engine": [u for u, _ in engines]}
-    return rows_of(case.name, updates), [text for _, text in (*trainers, *engines) if text]
+    trainers, engines = run_world("benchmark.profile", *sides, case, deadline_s=DEADLINE_S)
+    return rows_of(case.name, {"trainer": trainers, "engine": engines})
 
 
 def rows_of(case: str, updates: Mapping[str, Sequence[Updates]]) -> Rows:
@@ -186,17 +153,12 @@ def main() -> None:
     parser.add_argument(
         "cases", nargs="*", choices=[[], *CASES, *profile_live.CASES], help="by default all, which are written down"
     )
-    parser.add_argument("--functions", type=int, default=0, metavar="N")
-    options = parser.parse_args()
-    found = [
-        run(CASES[name], options.functions) if name in CASES else (profile_live.run(name), [])
-        for name in options.cases or (*CASES, *profile_live.CASES)
-    ]
-    rows = [row for of_case, _ in found for row in of_case]
-    out = results.REPOSITORY / "build" / "profile.json" if options.cases or options.functions else None
+    cases = parser.parse_args().cases
+    rows: Rows = []
+    for name in cases or (*CASES, *profile_live.CASES):
+        rows += run(CASES[name]) if name in CASES else profile_live.run(name)
+    out = results.REPOSITORY / "build" / "profile.json" if cases else None
     pages.publish("profile", "python -m benchmark.profile", rows, out=out)
-    for _, texts in found:
-        print("\n".join(texts))
 
 
 if __name__ == "__main__":

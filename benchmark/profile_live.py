@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,7 @@ def run(name: str) -> Rows:
     case = CASES[name]
     with tempfile.TemporaryDirectory(prefix="sglang-reshard-profile-", ignore_cleanup_errors=True) as temporary:
         folder, job = Path(temporary), trainer.Job(case, ("ipc",), Effort(), "cpu", temporary)
-        launcher.run_ranks("benchmark.profile_live", job, time.monotonic() + 600.0, lambda: None)
+        launcher.run_ranks("benchmark.profile_live", job, 600.0)
         trainers = [msgspec.json.decode((folder / f"trainer-{rank}").read_bytes()) for rank in range(case.trainers)]
         engines = msgspec.json.decode((folder / "engine").read_bytes())
     return rows_of(f"{case.name}, SGLang, ipc", {"trainer": trainers, "engine": engines})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
 from benchmark.cases import STOCK, Case
 from benchmark.exactness import bit_exact
 from benchmark.results import Row, Rows
@@ -13,14 +15,11 @@ from benchmark.trainer import Seen
 from sglang_reshard.observability.report import UpdateReport
 
 
-def rows_of(case: Case, seen: Seen, copies: Sequence[float]) -> Rows:
-    """A row for each path, in the order in which they were run. benchmark/README.md says what each column means.
-
-    copies  seconds of copying `least_bytes`, each time
-    """
+def rows_of(case: Case, seen: Seen) -> Rows:
+    """A row for each path, in the order in which they were run. benchmark/README.md says what each column means."""
     stock = next((statistics.median(timed.seconds) for timed in seen.timed if timed.path == STOCK), None)
     least = max(least_bytes(seen.timed))
-    limit_seconds = statistics.median(copies)
+    limit_seconds = statistics.median(seen.copies)
     return [_row(case, timed, seen, limit_seconds, stock, least) for timed in seen.timed]
 
 
@@ -38,7 +37,7 @@ def _row(case: Case, timed: Timed, seen: Seen, limit_seconds: float, stock: floa
         "tensors": case.model.tensors,
         "bytes": case.model.bytes,
         "seconds_median": median,
-        "seconds_p95": percentile(timed.seconds, 95),
+        "seconds_p95": float(np.percentile(timed.seconds, 95)),
         "limit_seconds": limit_seconds,
         "times_limit": median / limit_seconds,
         "times_faster_than_stock": stock / median if stock else None,
@@ -65,12 +64,3 @@ def _of_reports(reports: Sequence[UpdateReport]) -> Row:
     peak = max(rank.peak_extra_bytes for rank in ranks)
     figures = received, peak, reports[-1].transport, reports[-1].transport_reason, *medians
     return dict(zip(_REPORTED, figures, strict=True))
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """With straight lines between the values that there are."""
-    ordered = sorted(values)
-    at = (len(ordered) - 1) * percent / 100
-    below = int(at)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (at - below)

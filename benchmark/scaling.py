@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from benchmark.matrices import Matrices, MatrixParts, sharded
 from benchmark.results import Row, Rows
-from benchmark.rows import percentile
 from benchmark.world import run_world, sender, slowest, updates
 from sglang_reshard.errors import ReshardError
 
@@ -44,6 +44,10 @@ class Point:
         elements = self.bytes / self.tensors / 2
         columns = max(1, round(math.sqrt(elements) / _ALIGN)) * _ALIGN
         return max(1, round(elements / columns / _ALIGN)) * _ALIGN, columns
+
+    @property
+    def model(self) -> Matrices:
+        return Matrices("scaling", self.tensors, *self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,45 +89,19 @@ class Transported:
     refused: str = ""
 
 
-class Rank(torch.nn.Module):
-    """One engine rank: tensors split by rows and by columns in turn, as column- and row-parallel layers are."""
-
-    def __init__(self, rank: int, size: int, point: Point) -> None:
-        super().__init__()
-        self._rank, self._size = rank, size
-        whole = point.shape
-        for i in range(point.tensors):
-            part = [n // size if dim == i % 2 else n for dim, n in enumerate(whole)]
-            empty = torch.zeros(part, dtype=torch.bfloat16)
-            self.register_parameter(f"t{i}", torch.nn.Parameter(empty, requires_grad=False))
-
-    def load_weights(self, weights: Any) -> None:
-        for name, loaded in weights:
-            parameter, dim = getattr(self, name), int(name[1:]) % 2
-            part = parameter.shape[dim]
-            parameter.data.copy_(loaded.narrow(dim, self._rank * part, part))
-
-
 def train(trainer: Any, point: Point, transports: tuple[str, ...], count: int) -> list[Transported]:
-    mesh = init_device_mesh("cpu", (trainer.size,))
-    rows, columns = point.shape
-    state = {
-        f"t{i}": DTensor.from_local(
-            torch.zeros(rows // trainer.size, columns, dtype=torch.bfloat16), mesh, [Shard(0)], run_check=False
-        )
-        for i in range(point.tensors)
-    }
+    state = sharded(point.model, trainer.size)
     return [_updates(trainer, transport, state, count) for transport in transports]
 
 
-def _updates(trainer: Any, transport: str, state: dict[str, DTensor], count: int) -> Transported:
+def _updates(trainer: Any, transport: str, state: list[tuple[str, DTensor]], count: int) -> Transported:
     sending = sender(trainer, transport)
     seen = Transported(transport, [], [])
     try:
         for update in range(count):
-            for i, tensor in enumerate(state.values()):
+            for i, (_, tensor) in enumerate(state):
                 tensor.to_local().fill_(value(update, i, trainer.rank))
-            report, seconds = slowest(lambda: sending.update(state.items()))
+            report, seconds = slowest(lambda: sending.update(state))
             seen.seconds.append(seconds)
             seen.phases.append(report.seconds)
     except ReshardError as error:
@@ -140,14 +118,14 @@ def value(update: int, tensor: int, trainer_rank: int) -> float:
 
 def serve(rank: int, size: int, requests: Any, point: Point, _transports: tuple[str, ...], count: int) -> set[str]:
     """The transports after whose last update this rank had what it should have."""
-    model, right = Rank(rank, size, point), set()
+    model, right = MatrixParts(rank, size, point.model, (0, 1)), set()  # as column- and row-parallel layers are
     for request in updates(model, rank, size, requests):
         if request.update == count and _is_right(model, point, count - 1, len(request.handles)):
             right.add(request.transport)
     return right
 
 
-def _is_right(model: Rank, point: Point, update: int, trainers: int) -> bool:
+def _is_right(model: MatrixParts, point: Point, update: int, trainers: int) -> bool:
     rows, columns = point.shape
     held = rows // trainers
     with torch.no_grad():
@@ -155,9 +133,7 @@ def _is_right(model: Rank, point: Point, update: int, trainers: int) -> bool:
             whole = torch.empty(rows, columns, dtype=torch.bfloat16)
             for trainer_rank in range(trainers):
                 whole.narrow(0, trainer_rank * held, held).fill_(value(update, i, trainer_rank))
-            parameter, dim = getattr(model, f"t{i}"), i % 2
-            part = parameter.shape[dim]
-            if not torch.equal(parameter, whole.narrow(dim, model._rank * part, part)):
+            if not torch.equal(model.weights[i], model.part_of(whole, i)):
                 return False
     return True
 
@@ -194,12 +170,12 @@ def _row(curve: Curve, point: Point, seen: Any, exact: bool) -> Row:
         "against": curve.against,
         "path": seen.transport,
         "tensors": point.tensors,
-        "bytes": 2 * math.prod(point.shape) * point.tensors,
+        "bytes": point.model.nbytes,
         "trainers": point.trainers,
         "engine_tp": point.engine_tp,
         "updates": len(seconds),
         "seconds_median": statistics.median(seconds),
-        "seconds_p95": percentile(seconds, 95),
+        "seconds_p95": float(np.percentile(seconds, 95)),
         "move_seconds": statistics.median(of["move"] for of in phases),
         "control_seconds": statistics.median(of["total"] - of["move"] for of in phases),
         "first_seconds": seen.seconds[0],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -68,7 +69,8 @@ def measure(
         if update == last:
             before = exactness.live(engine, folder)
         weights.become(version_of(update, last + 1))
-        took, rise, report = one_update(path, weights, device)
+        named = weights.named()
+        took, rise, report = timed(functools.partial(path.update, named), device)
         seconds.append(took)
         if update >= warmups:
             peak = max(peak, rise)
@@ -76,11 +78,6 @@ def measure(
     after = exactness.live(engine, folder)
     dist.barrier()
     return Timed(name, seconds[0], seconds[warmups:], reports, peak, before, after)
-
-
-def one_update(path: UpdatePath, weights: Weights, device: torch.device) -> tuple[float, int, UpdateReport | None]:
-    named = weights.named()
-    return timed(lambda: path.update(named), device)
 
 
 def timed(call: Callable[[], T], device: torch.device) -> tuple[float, int, T]:

@@ -16,13 +16,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmark import exactness, paths, timing
 from benchmark.cases import Case, Effort
-from benchmark.interlude import ask_for_copies
+from benchmark.copying import Copiers
 from benchmark.weights import Weights
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.patches.launch import without_torchrun_variables
 from sglang_reshard.selftest.digests import LOADER, Digests
 from sglang_reshard.selftest.stock import prepare
 from sglang_reshard.testing import cpu_host
+
+_COPIES = 4  # after each path, so that the limit is of the same minutes, and of the same load by others
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -36,10 +38,16 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What came of a case. refused: path -> why it did not run. reference: digests after a stock load from disk."""
+    """What came of a case.
+
+    refused    path -> why it did not run
+    copies     seconds of copying `timing.least_bytes`, each time
+    reference  digests after a stock load from disk
+    """
 
     timed: list[timing.Timed]
     refused: dict[str, str]
+    copies: list[float]
     reference: Digests
 
 
@@ -53,17 +61,14 @@ def main(job: Job) -> None:
 
 
 @contextmanager
-def engine_and_weights(job: Job, loader: str, **on_gpu: Any) -> Iterator[tuple[Any, Weights]]:
-    """Yields the engine, on rank 0 only, and this rank's weights. The engine may be asked to use `loader`.
-
-    on_gpu: arguments of an engine on a GPU
-    """
+def engine_and_weights(job: Job, loader: str) -> Iterator[tuple[Any, Weights]]:
+    """Yields the engine, on rank 0 only, and this rank's weights. The engine may be asked to use `loader`."""
     case, model_path = job.case, Path(job.folder) / "model"
     engine = None
     if dist.get_rank() == 0:
         model_path.mkdir()
         (model_path / "config.json").write_text(json.dumps(case.model.config()))
-        engine = _start_engine(model_path, job, loader, on_gpu)
+        engine = _start_engine(model_path, job, loader)
     dist.barrier()
     try:
         yield engine, Weights(case.model.shapes(), init_device_mesh(job.device, (case.trainers,)))
@@ -79,6 +84,8 @@ def engine_and_weights(job: Job, loader: str, **on_gpu: Any) -> Iterator[tuple[A
 def _run(job: Job, engine: Any, weights: Weights, device: torch.device) -> Seen:
     case, folder = job.case, Path(job.folder)
     timed, refused = [], {}
+    copies: list[float] = []
+    copiers: Copiers | None = None
     for name in job.paths:
         path = paths.make(name, engine, case.engine_tp)
         try:
@@ -88,11 +95,14 @@ def _run(job: Job, engine: Any, weights: Weights, device: torch.device) -> Seen:
             refused[name] = str(error)
         path.close()
         if engine is not None and any(t.reports for t in timed):
-            ask_for_copies(folder, timing.least_bytes(timed))
+            copiers = copiers or Copiers(timing.least_bytes(timed), job.device)
+            copies += [copiers.seconds() for _ in range(_COPIES)]
         dist.barrier()
         _say(f"{case.name}: {name} is done" if name not in refused else f"{case.name}: {name}: {refused[name]}")
+    if copiers is not None:
+        copiers.close()
     reference = exactness.stock_load(weights, engine, folder / "model", folder / "digests")
-    return Seen(timed, refused, reference)
+    return Seen(timed, refused, copies, reference)
 
 
 def join(kind: str, trainers: int) -> torch.device:
@@ -108,7 +118,7 @@ def join(kind: str, trainers: int) -> torch.device:
     return device
 
 
-def _start_engine(model_path: Path, job: Job, loader: str, on_gpu: dict[str, Any]) -> Any:
+def _start_engine(model_path: Path, job: Job, loader: str) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
     arguments: dict[str, Any] = {
@@ -124,7 +134,7 @@ def _start_engine(model_path: Path, job: Job, loader: str, on_gpu: dict[str, Any
     if job.device == "cpu":
         arguments = cpu_host.engine_arguments(**arguments)
     else:
-        arguments |= {"mem_fraction_static": 0.3, "max_total_tokens": 2048, "disable_cuda_graph": True, **on_gpu}
+        arguments |= {"mem_fraction_static": 0.3, "max_total_tokens": 2048, "disable_cuda_graph": True}
     with without_torchrun_variables():
         return Engine(**arguments)
 

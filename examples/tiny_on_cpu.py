@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """GRPO with verl on a host without a GPU, trainer and rollout on the same devices: colocated_qwen3_8b.sh in small.
 
-    python examples/tiny_on_cpu.py FOLDER [OVERRIDE ...]
+    .venv/bin/python examples/tiny_on_cpu.py FOLDER [OVERRIDE ...]
 
 A Qwen3 of ten million random parameters, two FSDP2 ranks, an SGLang engine of TP=2, two steps: two minutes on two
 cores. Model, prompts and verl's metrics (metrics.jsonl) are in FOLDER. Overrides are hydra's, and win.

@@ -1,7 +1,7 @@
 """TorchRL: FSDP2 trainer ranks send their shards to a `Collector` in another process, on CPU.
 
     make setup-torchrl
-    PYTHONPATH=.venv/torchrl python examples/torchrl_collector.py
+    PYTHONPATH=.venv/torchrl .venv/bin/python examples/torchrl_collector.py
 
 `ReshardWeightSyncScheme` is used as TorchRL's own schemes are: `init_on_sender`, `connect` and `send` on the trainer
 ranks, `register_scheme_receiver` and `receive` around the collector. Those send whole tensors of one process. This one

@@ -1,6 +1,6 @@
 """A trainer of two FSDP2 ranks, and two collectors that take its weights when they are ready, on CPU.
 
-    python examples/two_collectors.py
+    .venv/bin/python examples/two_collectors.py
 
 The first collector takes new weights between its rollouts. The second has a thread that takes them as they come, and
 keeps them out of its rollouts. A policy is a plain torch module; there is no inference engine.

@@ -26,7 +26,14 @@ class EmbeddedEngine:
         arguments  SGLang's ServerArgs, with this node's `node_rank`
         """
         with without_torchrun_variables():
-            from sglang.srt.entrypoints.engine import Engine
+            try:
+                from sglang.srt.entrypoints.engine import Engine
+            except ImportError as error:
+                if "libcuda.so" not in str(error):
+                    raise
+                raise Unsupported(
+                    "SGLang needs a GPU, and this host has none; see docs/usage/cpu-host.md for an engine on a CPU"
+                ) from error
 
             from sglang_reshard.patches.embedded_engine_guard import watch_processes
 

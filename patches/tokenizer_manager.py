@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 T = TypeVar("T")
 Check = Callable[[DistributedUpdateWeightsOutput], DistributedUpdateWeightsOutput]
-_Outcome: TypeAlias = "asyncio.Future[DistributedUpdateWeightsOutput]"  # of an update, for its caller
+_Outcome: TypeAlias = "asyncio.Future[DistributedUpdateWeightsOutput]"
 _NAME = "update_weights_distributed"
 _POLL_S = 0.02
 
@@ -51,13 +51,6 @@ def apply() -> None:
     if all(spec[0] != _NAME for spec in mixin._COMMUNICATOR_SPECS):
         mixin._COMMUNICATOR_SPECS.append((_NAME, UpdateWeightsDistributedReqOutput))
     mixin.TokenizerControlMixin.update_weights_distributed = update_weights_distributed
-
-
-class _Caller(NamedTuple):
-    """The caller of an update. It gets the outcome, or an error at the deadline."""
-
-    outcome: _Outcome
-    check: Check | None
 
 
 async def update_weights_distributed(
@@ -97,11 +90,11 @@ async def run_update(
     whether the weights are old, new or torn, however late it comes: the update goes on without this call then, also if
     this call is cancelled, and lets nobody use the weights until it has the answer.
     """
-    outcome: _Outcome = asyncio.get_running_loop().create_future()
-    update = asyncio.ensure_future(_run(self, request, _Caller(outcome, check)))
-    update.add_done_callback(functools.partial(_tell, outcome))
+    overdue: _Outcome = asyncio.get_running_loop().create_future()  # has an error at the deadline
+    update = asyncio.ensure_future(_run(self, request, overdue, check))
     with _cancelling(self, update):
-        return await asyncio.shield(outcome)
+        await asyncio.wait([update, overdue], return_when=asyncio.FIRST_COMPLETED)
+        return (update if update.done() else overdue).result()
 
 
 async def update_by_server(
@@ -138,34 +131,22 @@ def _cancelling(self: TokenizerManager, task: asyncio.Future[Any]) -> Iterator[N
         raise
 
 
-def _tell(outcome: _Outcome, update: asyncio.Future[DistributedUpdateWeightsOutput]) -> None:
-    """Tells the caller of an update how it has ended, unless its deadline has expired before."""
-    if outcome.done():
-        return
-    if update.cancelled():
-        outcome.cancel()
-    elif (error := update.exception()) is not None:
-        outcome.set_exception(error)
-    else:
-        outcome.set_result(update.result())
-
-
 async def _run(
-    self: TokenizerManager, request: DistributedUpdateWeightsReq, caller: _Caller
+    self: TokenizerManager, request: DistributedUpdateWeightsReq, overdue: _Outcome, check: Check | None
 ) -> DistributedUpdateWeightsOutput:
     if refusal := _refusal(self, request) or await _missing(self, request):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
     await weights_info.unshared(self)
     request = sound_weights.told(self, request)
     if request.lora is None:
-        return await _update(self, request, caller)
+        return await _update(self, request, overdue, check)
     async with self.lora_update_lock:
         lora = lora_names.with_lora_id(self, request.lora)
-        return await _update(self, msgspec.structs.replace(request, lora=lora), caller)
+        return await _update(self, msgspec.structs.replace(request, lora=lora), overdue, check)
 
 
 async def _update(
-    self: TokenizerManager, request: DistributedUpdateWeightsReq, caller: _Caller
+    self: TokenizerManager, request: DistributedUpdateWeightsReq, overdue: _Outcome, check: Check | None
 ) -> DistributedUpdateWeightsOutput:
     step: Step = "update"
     if request.staged:  # requests are served with the old weights until the new ones have arrived
@@ -180,21 +161,21 @@ async def _update(
     async with self.is_pause_cond:  # held during the update, so that the pause cannot be lifted
         paused = self.is_pause
         if paused:
-            output = await _write(self, request, step, caller)
+            output = await _write(self, request, step, overdue, check)
     if not paused:
         if refusal := prefill_decode.refusal(self, request):  # the pause has been lifted since `_refusal`
             return DistributedUpdateWeightsOutput(success=False, message=refusal)
         async with self.model_update_lock.writer_lock:
-            output = await _write(self, request, step, caller)
+            output = await _write(self, request, step, overdue, check)
     return output
 
 
 async def _write(
-    self: TokenizerManager, request: DistributedUpdateWeightsReq, step: Step, caller: _Caller
+    self: TokenizerManager, request: DistributedUpdateWeightsReq, step: Step, overdue: _Outcome, check: Check | None
 ) -> DistributedUpdateWeightsOutput:
     """Lets the schedulers write the weights, and waits for their answer. Lets nobody use torn weights.
 
-    Reports a missing answer to the caller at the deadline.
+    At the deadline `overdue` gets the error of a missing answer.
     """
     unanswered = f"the engine's schedulers have not answered {request.name()} yet"
     with weights_info.running(self, unanswered, "unanswered"):
@@ -202,15 +183,12 @@ async def _write(
         if not await is_answered(answer, request):
             message = f"{silence(request)}. Requests wait until they do"
             logger.error("%s: %s", request.name(), message)
-            if not caller.outcome.done():
-                caller.outcome.set_result(
-                    DistributedUpdateWeightsOutput(success=False, message=message, phase=metrics.ENGINE)
-                )
+            overdue.set_result(DistributedUpdateWeightsOutput(success=False, message=message, phase=metrics.ENGINE))
         replies = await answer
         try:
             output = together(replies)
-            if caller.check is not None:
-                output = caller.check(output)
+            if check is not None:
+                output = check(output)
         except Mismatch as error:
             why = f"the answer of the engine's schedulers to {request.name()} was lost: {error}"
             output = DistributedUpdateWeightsOutput(success=False, message=why, torn=True, phase=metrics.ENGINE)

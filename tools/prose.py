@@ -1,7 +1,6 @@
 """Checks that documents, docstrings, messages and log lines read like English that a maintainer of torch would write.
 
 python -m tools.prose            # file:line, what was found, what to write; exits 1 if there is any
-python -m tools.prose --count    # how often each rule is broken
 python -m tools.prose docs/verl.md patches    # only these files and folders
 
 The rules are the table below. Markdown is checked outside of code blocks, inline code and generated tables, whose text
@@ -14,7 +13,6 @@ import argparse
 import ast
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -316,18 +314,12 @@ def check(file: Path) -> list[Finding]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.prose", description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", help="files and folders of the repository; all that are checked by default")
-    parser.add_argument("--count", action="store_true", help="print how often each rule is broken")
     given = parser.parse_args()
     markdowns = [file for file in files(list(MARKDOWN)) if file.suffix == ".md"]
     found = [
         f for file in (files(given.paths) if given.paths else [*markdowns, *files(list(PYTHON))]) for f in check(file)
     ]
-    if given.count:
-        counts = Counter((f.rule.name, f.path.endswith(".md")) for f in found)
-        for rule in RULES:
-            print(f"{rule.name:36} {counts[rule.name, True]:5} in Markdown {counts[rule.name, False]:5} in Python")
-    else:
-        print(*found, sep="\n", end="\n" if found else "")
+    print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0
 
 

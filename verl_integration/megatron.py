@@ -10,14 +10,14 @@ checkpoint's size, and placeholders as large as the shards are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import ExplicitSharding
-from sglang_reshard.verl.megatron_experts import CheckpointShapes, Finish, finish_of, stacked_experts
+from sglang_reshard.verl.megatron_experts import CheckpointShapes, Finish, checkpoint_names, finish_of, stacked_experts
 from sglang_reshard.verl.traced_parameters import Conversion, TracedParameters, Values
 
 # Megatron pads these to a multiple of the tensor parallel size; checkpoints are not padded.
@@ -114,6 +114,7 @@ def _conversions(engine: Any) -> Iterator[Conversion]:
     vocabulary = engine.model_config.hf_config.get_text_config().vocab_size
     tasks = engine.bridge.get_conversion_tasks(engine.module)  # None, or without a weight: of another pipeline stage
     own = [task for task in tasks if task is not None and task.param_weight is not None]
+    _check_untied(own, tasks)
     shapes = CheckpointShapes(engine.bridge)
     stacked, finish = stacked_experts(engine.bridge, shapes, own), finish_of(engine.bridge, shapes)
     for task in own:
@@ -121,10 +122,30 @@ def _conversions(engine: Any) -> Iterator[Conversion]:
             yield Conversion(task.global_param_name, task.param_weight, stack.converter(task), part=True)
         else:
             # Megatron-Core marks what it keeps equal over pipeline stages, by adding up the gradients.
-            tied = getattr(task.param_weight, "shared_embedding", False)
+            tied = _is_tied(task)
             whole = not getattr(task.param_weight, "tensor_model_parallel", False)
             convert = _converter(task, finish, vocabulary)
             yield Conversion(task.global_param_name, task.param_weight, convert, tied, whole=whole)
+
+
+def _is_tied(task: Any) -> bool:
+    return bool(getattr(task.param_weight, "shared_embedding", False))
+
+
+def _check_untied(own: Sequence[Any], tasks: Iterable[Any]) -> None:
+    """Raises Unsupported if a parameter on any rank has the checkpoint tensor of another one, unless they are tied.
+
+    Trainer ranks that hold the same part of a tensor count as replicas, even if they hold it in different parameters.
+    """
+    alone = [task for task in own if not (_is_tied(task) or getattr(task.mapping, "is_expert", False))]
+    names = {name: task.global_param_name for task in alone for name in checkpoint_names(task.mapping)}
+    for task in tasks:
+        for name in checkpoint_names(task.mapping) if task is not None and task.mapping is not None else ():
+            if (first := names.get(name, task.global_param_name)) != task.global_param_name:
+                raise Unsupported(
+                    f"{first} and {task.global_param_name}, which are not tied, are both converted to {name}. Only "
+                    "tensors whose parts are shards of one parameter are supported"
+                )
 
 
 def _converter(task: Any, finish: Finish, vocabulary: int) -> Callable[[torch.Tensor], Mapping[str, torch.Tensor]]:

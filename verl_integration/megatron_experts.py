@@ -52,7 +52,7 @@ def stacked_experts(bridge: Any, shapes: CheckpointShapes, tasks: Sequence[Any])
     for task in tasks:
         if not getattr(task.mapping, "is_expert", False):
             continue
-        names = _checkpoint_names(task.mapping)
+        names = checkpoint_names(task.mapping)
         if not any(map(_EXPERT_NUMBER.search, names)):
             found[id(task)] = stacks.setdefault(names, ExpertStack(bridge, shapes))
             found[id(task)].experts.append(task)
@@ -112,7 +112,8 @@ class CheckpointShapes(Mapping[str, torch.Tensor]):
             return tuple(tensors.get_slice(name).get_shape())
 
 
-def _checkpoint_names(mapping: Any) -> tuple[str, ...]:
+def checkpoint_names(mapping: Any) -> tuple[str, ...]:
+    """Returns the checkpoint tensors that the bridge lists for a mapping."""
     names = mapping.hf_param
     return tuple(names.values()) if isinstance(names, Mapping) else (str(names),)
 

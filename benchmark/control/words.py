@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from sglang_reshard.control import ControlClient
 from sglang_reshard.engine.context import PrepareVote, WrittenVote
-from sglang_reshard.landings.checked.messages import ChecksAsk, Checksums, summed
+from sglang_reshard.landings.checked.messages import ChecksAsk, Checksums, PartialChecksums, summed
 from sglang_reshard.landings.checked.regions import Selection, num_groups
-from sglang_reshard.landings.checked.source import PartialChecksums
 from sglang_reshard.observability.report import RankReport, UpdateReport
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,

@@ -12,7 +12,6 @@ from benchmark.gpu.item import Bench, Item
 from benchmark.gpu.peer import Here
 from benchmark.gpu.place import DEVICE, MIB, pattern, room, same_bytes
 from sglang_reshard.copying.copy_list import CopyList
-from sglang_reshard.copying.copy_table import DEFAULT_TILING, Tiling
 from sglang_reshard.layout.regions import ITEM_BYTES
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # destination, source
@@ -20,12 +19,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 _CASTS = ("float64", "float32", "float16", "bfloat16")
 
 
-def copied(pairs: Sequence[Pair], tiling: Tiling = DEFAULT_TILING) -> CopyList:
+def copied(pairs: Sequence[Pair]) -> CopyList:
     """Returns these copies, ready to run."""
     copies = CopyList()
     for destination, source in pairs:
         copies.add(destination, source)
-    copies.build(tiling)
+    copies.build()
     return copies
 
 

@@ -15,9 +15,7 @@ from benchmark.gpu.item import Bench, Item, Skip
 from benchmark.gpu.peer import Here
 from benchmark.gpu.place import DEVICE, GIB, MIB, pattern, same_bytes
 from sglang_reshard.control import Address
-from sglang_reshard.errors import ReshardError
 from sglang_reshard.protocol.session import LOOPBACK, Session
-from sglang_reshard.routes.wire.communicator import Communicator
 from sglang_reshard.routes.wire.nccl import NcclGroup
 
 _TIMEOUT_S = 6.0
@@ -130,17 +128,8 @@ def stopped(bench: Bench) -> None:
 
 def join(here: Here, address: Address, name: str, peer_id: int, timeout_s: float) -> tuple[str, float]:
     """Connects to the other of two. Returns the error, empty if there was none, and the seconds that it took."""
-    begin = time.perf_counter()
-    try:
-        session = here.kept["session"] = Session.join(address, 20.0)
-        with session.trainer_channel(1, f"rank {peer_id}") as channel:
-            communicator = here.kept["communicator"] = Communicator(
-                (0, 1), peer_id=peer_id, trainer_ranks=1, device=DEVICE, timeout_s=timeout_s
-            )
-            communicator.connect(torch.distributed.PrefixStore(name, session.store(0, timeout_s, channel.scope)))
-    except ReshardError as error:
-        return f"{type(error).__name__}: {error}", time.perf_counter() - begin
-    return "", time.perf_counter() - begin
+    with nccl_waits.communicator(here, address, name, peer_id, 2, timeout_s) as (group, store):
+        return nccl_waits.outcome(lambda: group.connect(store))
 
 
 # -- 13: a GPU that does not end

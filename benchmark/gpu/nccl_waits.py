@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmark.gpu import sharing
 from benchmark.gpu.item import Bench
 from benchmark.gpu.peer import Here, Peer
-from benchmark.gpu.place import DEVICE, MIB, free_bytes
+from benchmark.gpu.place import DEVICE, MIB
 from sglang_reshard.control import Address
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.protocol.session import LOOPBACK, Session
@@ -153,20 +154,11 @@ def stopped_peer(bench: Bench) -> None:
     stopping.signal(signal.SIGSTOP)
     check_outcome(bench, "wait", waiting.call(_abort_a_broadcast), 1.0)
     stopping.signal(signal.SIGCONT)
-    bench.check(free_again(waiting), "the rank that waited cannot use its GPU any more")
+    bench.check(waiting.call(sharing.computes), "the rank that waited cannot use its GPU any more")
 
 
 def _pair(bench: Bench) -> tuple[Peer, Peer]:
     return bench.peer("rank 0", visible=FIRST), bench.peer("rank 1", visible=SECOND)
-
-
-def free_again(peer: Peer) -> bool:
-    return bool(peer.call(_computes))
-
-
-def _computes(here: Here) -> bool:
-    x = torch.ones(MIB, device=DEVICE)
-    return float((x + x).sum()) == 2 * MIB and free_bytes() > 0
 
 
 def _connect(here: Here, address: Address, rank: int) -> None:
@@ -227,7 +219,7 @@ def beside(bench: Bench) -> None:
     bench.check(not any(error for error, *_ in found), "the two waited for each other: an update would fail")
     for _, _, still_s, _ in found:
         bench.check(still_s < _STILL_S, f"another thread of the process stood still for {still_s:.1f} s")
-    bench.check(all(free_again(peer) for peer in ranks), "a rank cannot use its GPU any more")
+    bench.check(all(peer.call(sharing.computes) for peer in ranks), "a rank cannot use its GPU any more")
 
 
 def _broadcast_beside(here: Here, address: Address, rank: int, count: int) -> tuple[str, float, float, int]:

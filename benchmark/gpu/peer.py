@@ -119,13 +119,3 @@ def _serve(link: Connection, place: Place) -> None:
                 link.send((True, function(here, *arguments)))
             except BaseException:
                 link.send((False, traceback.format_exc()))
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Returns whether it became true in time."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True

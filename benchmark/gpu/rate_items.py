@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,8 +15,6 @@ from benchmark.gpu.copy_items import Pair, copied
 from benchmark.gpu.item import Bench, Item
 from benchmark.gpu.peer import Peer
 from benchmark.gpu.place import DEVICE, GIB, Place, free_bytes, pattern, room, same_bytes, seconds_of
-from sglang_reshard.copying.copy_table import Tiling
-from sglang_reshard.copying.kernel_copies import KernelCopies
 
 GOAL = 1.2  # times a copy on the same GPU
 _SHAPE = 96, 2048  # of an expert's shard in Qwen3-30B-A3B, FSDP over 8 trainer ranks
@@ -74,7 +71,7 @@ def _cost_of(bench: Bench, name: str, pairs: list[Pair], nbytes: int, end: float
 
 
 def _others(place: Place, pairs: list[Pair]) -> dict[str, Callable[[], Any]]:
-    """What is measured for comparison: other ways, and other sizes of tiles. Without the slow ones for many copies."""
+    """What is measured for comparison: other ways. Without the slow ones for many copies."""
     destinations, sources = [d for d, _ in pairs], [s for _, s in pairs]
 
     def foreach() -> None:
@@ -86,32 +83,7 @@ def _others(place: Place, pairs: list[Pair]) -> dict[str, Callable[[], Any]]:
     found["one_by_one"] = lambda: seconds_of(lambda: [d.copy_(s) for d, s in pairs], rounds=1, warmups=1)
     if not place.rehearsed:
         found["graph"] = lambda: seconds_of(_graph_of(foreach), rounds=3)
-        found["batch_memcpy"] = lambda: seconds_of(_batch_memcpy(pairs), rounds=3)
-    for name, tiling in _tilings(place).items():
-        found[name] = lambda tiling=tiling: seconds_of(copied(pairs, tiling).run, rounds=3)  # type: ignore[misc]
-    for warps in place.pick((2, 8), (4,)):
-        found[f"{warps} warps"] = lambda warps=warps: _with_warps(pairs, warps)  # type: ignore[misc]
     return found
-
-
-def _tilings(place: Place) -> dict[str, Tiling]:
-    return {
-        f"{nbytes >> 10} KiB, runs of {run}": Tiling(nbytes=nbytes, elements=nbytes // 4, run=run)
-        for nbytes in place.pick((8 << 10, 16 << 10, 32 << 10), (32 << 10,))
-        for run in place.pick((1, 64), (64,))
-    }
-
-
-def _with_warps(pairs: list[Pair], warps: int) -> float:
-    from sglang_reshard.copying.copy_kernel import launch
-
-    copies, _ = KernelCopies.of(pairs, DEVICE)
-
-    def run() -> None:
-        for kind, boxes, tiles in copies.launches:
-            launch(kind, boxes, tiles, warps)
-
-    return seconds_of(run, rounds=3)
 
 
 def _pairs(count: int, size: tuple[int, int], shape: str) -> list[Pair]:
@@ -153,41 +125,6 @@ def _graph_of(run: Callable[[], None]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         run()
     return graph.replay
-
-
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: order of access to the source, hints of both locations (type, id), flags."""
-
-    _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
-
-
-def _batch_memcpy(pairs: list[Pair]) -> Callable[[], None]:
-    """The driver's cuMemcpyBatchAsync, which knows runs of bytes only."""
-    assert all(source.is_contiguous() for _, source in pairs), "rows would be one copy each"
-    count = len(pairs)
-    to = (ctypes.c_uint64 * count)(*(d.data_ptr() for d, _ in pairs))
-    of = (ctypes.c_uint64 * count)(*(s.data_ptr() for _, s in pairs))
-    sizes = (ctypes.c_size_t * count)(*(s.nbytes for _, s in pairs))
-    attributes, first = _Attributes(order=1), ctypes.c_size_t(0)  # in the stream's order
-    stream = torch.cuda.Stream(DEVICE)  # the default stream is refused
-    call = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2  # of CUDA 13
-
-    def run() -> None:
-        stream.wait_stream(torch.cuda.current_stream(DEVICE))
-        code = call(
-            to,
-            of,
-            sizes,
-            ctypes.c_size_t(count),
-            ctypes.byref(attributes),
-            ctypes.byref(first),
-            ctypes.c_size_t(1),
-            ctypes.c_void_p(stream.cuda_stream),
-        )
-        if code:
-            raise RuntimeError(f"cuMemcpyBatchAsync: error {code}")
-
-    return run
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ def serve(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     layout = layout_of(specs_of(Path(request.folder)), request.source)
     rank = 0
-    found = model_rank(request, TensorIndex.of(layout), 1, rank)
+    found = model_rank(request, TensorIndex.of(layout), rank)
     if isinstance(found, Refusal):
         raise Mismatch(found.reason)
     targets = {name: (t.numel(), str(t.dtype).removeprefix("torch.")) for name, t in found.program.targets.items()}

@@ -25,7 +25,6 @@ from benchmark.gpu.place import DEVICE, free_bytes, pattern, room, same_bytes, s
 from benchmark.gpu.rate_items import GOAL, judge, launches
 from benchmark.gpu.recording import Recording
 from sglang_reshard.landings.base import Landing
-from sglang_reshard.landings.converting import converting
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.memory.peer_memory import PeerMemory, ShardRead
@@ -140,7 +139,7 @@ def replay(path: Path, bench: Bench) -> None:
         most = int(most * part)  # so much can be mapped in time
     mapped = time.perf_counter()
     program = found.program(DEVICE)
-    landing = converting(Landing(program), DEVICE, 64 << 20)
+    landing = Landing(program).converting(DEVICE, 64 << 20)
     bench.saw(
         program=f"{found.model}, {found.source} to {found.target}, engine rank {found.engine_rank}",
         layers=found.layers,

@@ -7,8 +7,8 @@ from statistics import fmean, median
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from benchmark.rows import percentile
 from benchmark.soak.launcher import Found, Soak
 from benchmark.soak.verdict import FLAT_WITHIN, LEAST_LEAD, SPARE
 
@@ -53,7 +53,7 @@ def _summary(soak: Soak, found: Found) -> dict[str, Any]:
         "seconds": found.updated[-1].since,
         "updates_per_second": len(seconds) / found.updated[-1].since,
         "update_seconds_median": median(seconds),
-        "update_seconds_p99": percentile(seconds, 99),
+        "update_seconds_p99": float(np.percentile(seconds, 99)),
         "update_seconds_max": max(seconds),
         "requests": sum(len(t.seconds) for t in found.tallies),
         "failures": sum(t.failures for t in found.tallies),
@@ -76,8 +76,8 @@ def _clients(found: Found) -> list[dict[str, Any]]:
             "failures": tally.failures,
             "wrong_version": tally.wrong_version,
             "tokens": tally.tokens,
-            "seconds_median": percentile(tally.seconds or [0.0], 50),
-            "seconds_p99": percentile(tally.seconds or [0.0], 99),
+            "seconds_median": median(tally.seconds or [0.0]),
+            "seconds_p99": float(np.percentile(tally.seconds or [0.0], 99)),
             "seconds_max": max(tally.seconds, default=0.0),
             "complaints": tally.complaints,
         }

@@ -28,15 +28,13 @@ class Updated(msgspec.Struct, frozen=True, tag="updated"):
 class Verified(msgspec.Struct, frozen=True, tag="verified"):
     """What the engine had when a version was verified.
 
-    tokens        greedy continuations of `expected.PROMPTS`
-    digests       per engine rank, path of a live tensor -> digest of its bytes
-    by_the_update whether the update itself was asked to verify in full, and did
+    tokens   greedy continuations of `expected.PROMPTS`
+    digests  per engine rank, path of a live tensor -> digest of its bytes
     """
 
     version: int
     tokens: list[list[int]]
     digests: list[dict[str, str]]
-    by_the_update: bool
 
 
 def append(file: Path, line: Updated | Verified) -> None:

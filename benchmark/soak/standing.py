@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
-import struct
 from pathlib import Path
 
-_INTEGER = struct.Struct("q")
+import torch
 
 
 class Standing:
@@ -18,23 +16,20 @@ class Standing:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        if not file.exists():
-            file.write_bytes(bytes(2 * _INTEGER.size))
-        with file.open("r+b") as f:
-            self._memory = mmap.mmap(f.fileno(), 2 * _INTEGER.size)
+        self._begun, self._returned = torch.from_file(str(file), shared=True, size=2, dtype=torch.int64)
 
     @property
     def begun(self) -> int:
-        return _INTEGER.unpack_from(self._memory, 0)[0]
+        return int(self._begun)
 
     @begun.setter
     def begun(self, version: int) -> None:
-        _INTEGER.pack_into(self._memory, 0, version)
+        self._begun.fill_(version)
 
     @property
     def returned(self) -> int:
-        return _INTEGER.unpack_from(self._memory, _INTEGER.size)[0]
+        return int(self._returned)
 
     @returned.setter
     def returned(self, version: int) -> None:
-        _INTEGER.pack_into(self._memory, _INTEGER.size, version)
+        self._returned.fill_(version)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import time
@@ -23,12 +22,11 @@ from benchmark.soak.standing import Standing
 from benchmark.soak.weights import ENGINE_TP, Weights, is_verified
 from sglang_reshard import WeightSender
 from sglang_reshard.errors import EngineRefused
+from sglang_reshard.protocol.messages import Verify
 from sglang_reshard.selftest.digests import read_live_digests
 from tools.oracle.http_engine import HttpEngine
 
 _TIMEOUT_S = 60.0
-# Where updates can be asked to verify themselves.
-_VERIFY: dict[str, Any] = {"verify": "full"} if "verify" in inspect.signature(WeightSender.update).parameters else {}
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -61,8 +59,8 @@ def main(job: Job) -> None:
         weights.become(version)
         if observer is not None:
             observer.standing.begun = version
-        options = _VERIFY if is_verified(version, job.every) else {}
-        report = sender.update(weights.named, weight_version=str(version), **options)
+        verify: Verify = "full" if is_verified(version, job.every) else "off"
+        report = sender.update(weights.named, weight_version=str(version), verify=verify)
         if observer is not None:
             observer.standing.returned = version
             observer.look(version, report.seconds["total"])
@@ -88,8 +86,7 @@ class _Observer:
         seen.append(Path(self._job.seen), seen.Updated(version, seconds, since, holds, shared_memory_bytes()))
         if is_verified(version, self._job.every):
             digests = read_live_digests(self._engine, self._job.folder)
-            found = seen.Verified(version, self._tokens(), digests, bool(_VERIFY))
-            seen.append(Path(self._job.seen), found)
+            seen.append(Path(self._job.seen), seen.Verified(version, self._tokens(), digests))
 
     def _tokens(self) -> list[list[int]]:
         sampling = {"temperature": 0, "max_new_tokens": expected.NEW_TOKENS, "ignore_eos": True}

@@ -46,12 +46,11 @@ class ProcessRow(msgspec.Struct, frozen=True):
 
 
 class VersionRow(msgspec.Struct, frozen=True):
-    """One verified version.
+    """One verified version; the update itself verified it in full, too.
 
     differing      "engine rank: path" of every live tensor that is not bit for bit what a stock load leaves there
     tokens_equal   with those of transformers
     lead           the smallest in those tokens; below LEAST_LEAD another token is no mistake
-    by_the_update  the update itself verified in full, too
     """
 
     version: int
@@ -59,7 +58,6 @@ class VersionRow(msgspec.Struct, frozen=True):
     differing: list[str]
     tokens_equal: bool
     lead: float
-    by_the_update: bool
 
     @property
     def right(self) -> bool:
@@ -122,4 +120,4 @@ def _version(found: Verified, expected: Expected) -> VersionRow:
     wrong = differing(found.digests, expected.digests)
     tensors = sum(len(stock) for stock in expected.digests)
     equal = found.tokens == expected.tokens
-    return VersionRow(found.version, tensors, wrong, equal, expected.lead, found.by_the_update)
+    return VersionRow(found.version, tensors, wrong, equal, expected.lead)

@@ -10,34 +10,21 @@ every tensor in full.
 
 from __future__ import annotations
 
-import math
 import pickle
-from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 import torch
 import torch.distributed as dist
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
+from sglang_reshard.extras.parameter_stream import buckets, packed
+
 BACKEND = "gloo_rank0"
 _TIMEOUT = timedelta(seconds=120)
-
-
-@dataclass(frozen=True)
-class _Item:
-    """A tensor's place in a bucket. offset, in bytes"""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + math.prod(self.shape) * self.dtype.itemsize
+_Item: TypeAlias = tuple[str, torch.dtype, torch.Size]
 
 
 @CheckpointEngineRegistry.register(BACKEND)
@@ -92,12 +79,9 @@ class Rank0Broadcast(CheckpointEngine):
             for _ in weights:  # each is gathered as it is asked for, by all trainer ranks together
                 pass
             return {}
-        for bucket in _buckets(weights, self.bucket_size):
-            items = _places(bucket)
-            data = torch.empty(items[-1].end, dtype=torch.uint8)
-            for item, (_, tensor) in zip(items, bucket, strict=True):
-                data[item.offset : item.end] = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            self._broadcast_items(items)
+        for bucket in buckets(weights, self.bucket_size):
+            self._broadcast_items([(name, tensor.dtype, tensor.shape) for name, tensor in bucket])
+            data = packed(bucket).view(-1).view(torch.uint8)
             self._broadcast(data)
             self.sent_bytes += len(data)
         self._broadcast_items([])
@@ -107,11 +91,12 @@ class Rank0Broadcast(CheckpointEngine):
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
         while items := self._broadcast_items():
-            data = torch.empty(items[-1].end, dtype=torch.uint8)
+            sizes = [shape.numel() * dtype.itemsize for _, dtype, shape in items]
+            data = torch.empty(sum(sizes), dtype=torch.uint8)
             self._broadcast(data)
             self.received_bytes += len(data)
-            for item in items:
-                yield item.name, data[item.offset : item.end].view(item.dtype).view(item.shape)
+            for (name, dtype, shape), part in zip(items, data.split(sizes), strict=True):
+                yield name, part.view(dtype).view(shape)
 
     def _broadcast(self, data: torch.Tensor) -> None:
         options = dist.BroadcastOptions()
@@ -120,37 +105,9 @@ class Rank0Broadcast(CheckpointEngine):
 
     def _broadcast_items(self, items: list[_Item] | None = None) -> list[_Item]:
         """The sender's; others give none."""
-        packed = b"" if items is None else pickle.dumps(items)
-        length = torch.tensor([len(packed)])
+        pickled = b"" if items is None else pickle.dumps(items)
+        length = torch.tensor([len(pickled)])
         self._broadcast(length)
-        data = torch.frombuffer(bytearray(packed or int(length)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(pickled or int(length)), dtype=torch.uint8)
         self._broadcast(data)
         return pickle.loads(data.numpy().tobytes())
-
-
-def _buckets(
-    weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    bucket: list[tuple[str, torch.Tensor]] = []
-    used = 0
-    for name, tensor in weights:
-        if bucket and used + tensor.nbytes > bucket_bytes:
-            yield bucket
-            bucket, used = [], 0
-        bucket.append((name, tensor))
-        used += _aligned(tensor.nbytes)
-    if bucket:
-        yield bucket
-
-
-def _places(bucket: list[tuple[str, torch.Tensor]]) -> list[_Item]:
-    items, offset = [], 0
-    for name, tensor in bucket:
-        items.append(_Item(name, tensor.dtype, tuple(tensor.shape), offset))
-        offset += _aligned(tensor.nbytes)
-    return items
-
-
-def _aligned(nbytes: int) -> int:
-    """So that a tensor of any dtype can be a view of its part of the bucket."""
-    return -(-nbytes // 16) * 16

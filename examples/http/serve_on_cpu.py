@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A server for a host without a GPU: SGLang's own `sglang serve`, of a small model with weights of nobody.
 
-    python examples/http/serve_on_cpu.py FOLDER [--tp-size 2] [OPTION ...]
+    .venv/bin/python examples/http/serve_on_cpu.py FOLDER [--tp-size 2] [OPTION ...]
 
 The model's configuration and tokenizer are written to FOLDER/model: a Qwen3 of ten million parameters. Options are
 those of `sglang serve`, and win: --port 30000, --api-key, --admin-api-key. On GPUs `sglang serve` needs no help.

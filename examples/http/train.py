@@ -2,7 +2,7 @@
 """A trainer that brings a server to its weights after every step: a server that somebody else has started.
 
     SGLANG_RESHARD_URL=http://127.0.0.1:30000 SGLANG_RESHARD_API_KEY=... \
-        torchrun --nproc-per-node 2 examples/http/train.py MODEL
+        .venv/bin/torchrun --nproc-per-node 2 examples/http/train.py MODEL
 
 MODEL is a folder with a transformers configuration, the one that the server has. FSDP2 spreads the model over all
 ranks; it starts from random weights and learns one sequence by heart.

@@ -2,7 +2,8 @@
 """A Megatron-Core trainer without verl, and engines that another system has started, as slime has them.
 
     export SGLANG_RESHARD_API_KEY=...
-    torchrun --nproc-per-node 2 examples/http/train_megatron.py MODEL --rollout-external-engine-addrs HOST:PORT ...
+    .venv/bin/torchrun --nproc-per-node 2 examples/http/train_megatron.py MODEL \
+        --rollout-external-engine-addrs HOST:PORT ...
 
 slime converts Megatron's parameters to checkpoint tensors, which gathers them, and broadcasts these or writes them to a
 folder. Here the parameters are read in place: `megatron_tensors.py` says which boxes of which tensors they hold.

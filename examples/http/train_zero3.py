@@ -3,7 +3,7 @@
 
     make setup-deepspeed
     export SGLANG_RESHARD_API_KEY=...
-    PYTHONPATH=.venv/deepspeed torchrun --nproc-per-node 2 examples/http/train_zero3.py MODEL URL [URL ...]
+    PYTHONPATH=.venv/deepspeed .venv/bin/torchrun --nproc-per-node 2 examples/http/train_zero3.py MODEL URL [URL ...]
 
 OpenRLHF gathers each parameter (`deepspeed.zero.GatheredParameters`), and broadcasts it to a group of all engine
 ranks. Here every rank's partitions are read in place, and nothing is gathered.

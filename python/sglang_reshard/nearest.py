@@ -28,14 +28,17 @@ def check_one_of(name: str, value: object, known: Collection[str]) -> None:
         )
 
 
-def check_names(what: str, given: Iterable[str], known: Collection[str], elsewhere: Collection[str] = ()) -> None:
+def check_names(
+    what: str, given: Iterable[str], known: Collection[str], elsewhere: Collection[str] = (), where: str = ""
+) -> None:
     """Raises TypeError, as Python does for keyword arguments, for a name that is not known.
 
     what       what the names are of: "a sender"
-    elsewhere  names that another call takes, which the error says
+    elsewhere  names that another call takes
+    where      that call, as the error says it
     """
     for name in given:
         if name in elsewhere and name not in known:
-            raise TypeError(f"{name!r} is no option of {what}, but of its updates: pass it to update()")
+            raise TypeError(f"{name!r} is no option of {what}, but of {where}")
         if name not in known:
             raise TypeError(f"{name!r} is no option of {what}; they are {', '.join(known)}{nearest(name, known)}")

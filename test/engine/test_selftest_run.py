@@ -25,7 +25,7 @@ def folder() -> Iterator[Path]:
 
 def selftest(folder: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """Returns what has ended, and its line of JSON."""
-    command = [sys.executable, "-m", "sglang_reshard.cli.main", "selftest", *options]
+    command = [sys.executable, "-m", "sglang_reshard", "selftest", *options]
     ended = subprocess.run(command, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True)
     return ended, json.loads(ended.stdout.splitlines()[-1]) if ended.stdout else {}
 

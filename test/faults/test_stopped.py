@@ -15,7 +15,7 @@ TRAINERS = [
     sweep(1, "connect", "p2p"),
     (1, "move", "p2p"),
     sweep(1, "verify", "ipc"),
-    (0, "announce", "p2p"),
+    sweep(0, "announce", "p2p"),
     sweep(0, "move", "p2p"),
     sweep(0, "verify", "ipc"),
 ]

@@ -21,7 +21,7 @@ from support.stations import Arm
 TIMEOUT_S = 3.0
 SCENE = {"timeout_s": TIMEOUT_S}
 SWEEP = os.environ.get("SGLANG_RESHARD_SWEEP") == "1"
-UPDATES = int(os.environ.get("SGLANG_RESHARD_FAULTS_UPDATES", "40" if SWEEP else "12"))
+UPDATES = int(os.environ.get("SGLANG_RESHARD_FAULTS_UPDATES", "40" if SWEEP else "6"))
 SEED = int(os.environ.get("SGLANG_RESHARD_FAULTS_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 FAULTS = ("kill", "kill", "kill", "kill", "stop", "raise", "raise", "flip", "none")
 TRANSPORTS = ("ipc", "p2p", "broadcast")

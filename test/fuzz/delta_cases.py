@@ -28,7 +28,6 @@ from fuzz.guard_pages import GuardingTorch
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.snapshots import delta_file
 from sglang_reshard.landings.base import Landing
-from sglang_reshard.landings.converting import converting
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.routes.base import Reads
@@ -94,7 +93,7 @@ class Sections:
         program = Program(tuple(copies), {"live": self.live.view(dtype)})
         index = TensorIndex.of(layout)
         plan = plan_reads(index, copies, RankLocation(0, 1, "engine", ("trainer",)))
-        reads = Reads(0, CPU, index, plan, converting(Landing(program), CPU, model.round_bytes), {})
+        reads = Reads(0, CPU, index, plan, Landing(program).converting(CPU, model.round_bytes), {})
         self.target = DeltaTarget(reads, program, {0: model.round_bytes}, P2pReceives(None, reads, {}))
         self.target._incoming = self  # type: ignore[assignment]
         self._kept = len(self._torch.used)

@@ -12,10 +12,11 @@ from random import Random
 
 import torch
 
-from fuzz.states import layout_of, shards_of, whole_of
+from fuzz.states import shards_of, whole_of
 from sglang_reshard.memory.mapping import Handles, MemoryExporter, ShmStorage
 from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.sources import SourceLayout
+from support.drawn import layout_of
 
 SEED = 7
 

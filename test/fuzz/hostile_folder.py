@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import socket
@@ -13,8 +14,13 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import torch
 
 from fuzz.arbitrary import damaged
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.extras.snapshots.manifest import SUM_DIGITS, read_table
+from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
+from sglang_reshard.landings.checked.regions import Selection
 
 LIST, MANIFEST, INDEX = "snapshots.json", "snapshot.json", "model.safetensors.index.json"
 WEIGHTS = "model-00001-of-00001.safetensors"
@@ -72,9 +78,8 @@ class HostileFolder:
             else:
                 described["files"][name] |= {"nbytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
                 if self.random.random() < 0.7:  # else checksums of the tensors are left, of which one is wrong
-                    for field in ("table", "sums"):
-                        described["files"][name].pop(field, None)
-        except (ValueError, KeyError, TypeError):
+                    described["files"][name] |= _checksums(data)
+        except (ValueError, KeyError, TypeError, Mismatch):
             return
         if _remove(manifest):
             manifest.write_text(json.dumps(described))
@@ -197,6 +202,17 @@ class HostileFolder:
             os.rename(step, spare)
             os.rename(other, step)
             os.rename(spare, other)
+
+
+def _checksums(data: bytes) -> dict[str, str]:
+    """The fields of a manifest about the tensors of a file. Raises Mismatch for what is no safetensors."""
+    table, batch = read_table(io.BytesIO(data), len(data), "a file"), RegionBatch()
+    memory = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+    for row, (spec, offset) in enumerate(table.tensors):
+        region = RegionSpec.whole(spec.shape, spec.item_bytes)
+        batch.add(region, memory[offset : offset + spec.nbytes].clone().view(region.dtype), row)
+    sums = batch.checksums(len(table.tensors), Selection.full()).tolist()
+    return {"table": table.sha256, "sums": "".join(f"{found:0{SUM_DIGITS}x}" for found in sums)}
 
 
 def _is_file(path: Path) -> bool:

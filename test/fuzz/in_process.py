@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sglang_reshard.trace.program import Copy
+from support.plans import empty_targets
 
 GUARD_BYTES = 256
 _CANARY = 0xA5
@@ -24,14 +25,10 @@ class Guarded:
     """
 
     def __init__(self, copies: Sequence[Copy], dtypes: dict[str, torch.dtype]) -> None:
-        ends: dict[str, int] = {}
-        for c in copies:
-            last = c.offset + sum((n - 1) * s for n, s in zip(c.region.count, c.strides, strict=True))
-            ends[c.target] = max(ends.get(c.target, 0), last + 1)
         self.memory: dict[str, bytearray] = {}
         self.targets: dict[str, torch.Tensor] = {}
-        for name, end in ends.items():
-            dtype = dtypes[name]
+        for name, target in empty_targets(copies).items():
+            dtype, end = dtypes[name], target.numel()
             memory = self.memory[name] = bytearray([_CANARY]) * (2 * GUARD_BYTES + end * dtype.itemsize)
             self.targets[name] = torch.frombuffer(memory, dtype=dtype, count=end, offset=GUARD_BYTES)
 

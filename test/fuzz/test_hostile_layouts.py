@@ -6,7 +6,6 @@ import pytest
 
 from fuzz.arbitrary import changed, value_of
 from fuzz.settings import fuzzed
-from fuzz.states import layout_of
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box, Region
@@ -14,6 +13,7 @@ from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads, rank_dema
 from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.sources import SourceLayout
 from sglang_reshard.trace.program import Copy
+from support.drawn import layout_of
 
 
 def plan(layout, trainer_ranks):

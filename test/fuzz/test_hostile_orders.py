@@ -7,13 +7,14 @@ import torch
 from fuzz.arbitrary import changed, value_of
 from fuzz.in_process import Mail
 from fuzz.settings import fuzzed
-from fuzz.states import copies_of, layout_of, shards_of, whole_of
+from fuzz.states import shards_of, whole_of
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.routes.p2p.ask import Links, P2pAsk, check_send_request
 from sglang_reshard.routes.p2p.messages import SendRequest, send_request
 from sglang_reshard.routes.p2p.trainer import P2pSender
+from support.drawn import copies_of, layout_of
 
 CPU = torch.device("cpu")
 

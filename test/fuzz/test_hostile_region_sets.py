@@ -2,11 +2,12 @@
 
 from fuzz.arbitrary import changed, value_of
 from fuzz.settings import fuzzed
-from fuzz.states import copies_of, layout_of, shards_of, whole_of
+from fuzz.states import shards_of, whole_of
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.landings.checked.regions import RegionKind, RegionSet, Selection, num_groups
 from sglang_reshard.landings.checked.source import SourceChecksums
 from sglang_reshard.layout.decoders import pack_blob, unpack_blob
+from support.drawn import copies_of, layout_of
 
 LIVE = ("float32", "bfloat16")
 

@@ -9,11 +9,9 @@ import torch
 
 from fuzz.in_process import Guarded, Mail, RoomGroups, Rooms
 from fuzz.settings import fuzzed
-from fuzz.states import copies_of, layout_of, shards_of, whole_of
+from fuzz.states import shards_of, whole_of
 from sglang_reshard.landings.base import Landing
-from sglang_reshard.landings.converting import converting
 from sglang_reshard.layout.decoders import pack_blob, unpack_blob
-from sglang_reshard.layout.regions import Region
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.memory.peer_memory import PeerMemory
 from sglang_reshard.plan import ClusterTopology, RankLocation, TensorIndex, plan_reads, rank_demand
@@ -25,8 +23,10 @@ from sglang_reshard.routes.broadcast.plan import BroadcastStrategy
 from sglang_reshard.routes.p2p.ask import check_send_request
 from sglang_reshard.routes.p2p.messages import SendRequest, send_request
 from sglang_reshard.routes.p2p.trainer import P2pSender
-from sglang_reshard.sources import SourceLayout
+from sglang_reshard.sources import SourceLayout, TrainerState
 from sglang_reshard.trace.program import Program
+from support.drawn import copies_of, layout_of
+from support.plans import assembled_states
 from support.sent import receiving
 
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def test_every_element_lands_and_nothing_else_is_written(random):
         program = Program(tuple(own), live[e].targets)
         mapped = strategy.mapped_by(e, plans[e], index)
         memory = {t: PeerMemory(t, exported[t], CPU, of_rank) for t, of_rank in mapped.items()}
-        reads = Reads(e, CPU, index, plans[e], converting(Landing(program), CPU, bucket), memory)
+        reads = Reads(e, CPU, index, plans[e], Landing(program).converting(CPU, bucket), memory)
         if isinstance(strategy, BroadcastStrategy):
             end = BroadcastEngineEnd(SimpleNamespace(reads=reads), strategy)
             end.prepare(RoomGroups(rooms, e))
@@ -138,11 +138,6 @@ def test_pieces_are_the_tensor(random):
     layout = layout_of(random)
     check_layout(layout, layout.trainer_ranks)
     whole = whole_of(layout, random)
-    local = [shards_of(layout, whole, t, random) for t in range(layout.trainer_ranks)]
-    for number, tensor in enumerate(layout.tensors):
-        found = torch.zeros_like(whole[tensor.name])
-        held = layout.shard_map(tensor)
-        for shard in held.shards:
-            for rank in shard.ranks:
-                found[shard.box.slices()] = held.to_local(shard, Region.of(shard.box)).view(local[rank][number])
-        assert torch.equal(found, whole[tensor.name])
+    shards = [tuple(shards_of(layout, whole, t, random)) for t in range(layout.trainer_ranks)]
+    found = assembled_states([TrainerState(layout, own, ()) for own in shards])
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())

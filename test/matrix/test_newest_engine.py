@@ -40,7 +40,7 @@ def test_the_engine_s_tests_pass(name: str, wheel: Path, record_property: Any) -
 
 @pytest.mark.timeout(2 * _DEADLINE_S)
 def test_no_architecture_fails(wheel: Path, tmp_path: Path, record_property: Any) -> None:
-    """Some engine ranks of every architecture of this registry, as `make test` tries them with 0.5.12."""
+    """Some engine ranks of every architecture of this registry, of which `make test` tries one of each kind."""
     own, began = environments.newest_sglang(wheel), time.monotonic()
     path = os.pathsep.join(map(str, (ROOT / "test", ROOT, own.stand_in())))
     verl = Path(str(importlib.util.find_spec("verl").origin)).parent  # type: ignore[union-attr]

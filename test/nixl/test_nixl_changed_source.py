@@ -10,7 +10,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.landings.checked.trainer import TrainerChecks
+from sglang_reshard.landings.checked.source import TrainerChecks
 from sglang_reshard.routes.nixl import source as nixl_source
 from support.nixl_env import needs_nixl, use_nixl
 from support.toy import ToyRank

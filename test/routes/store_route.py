@@ -12,7 +12,7 @@ import torch
 
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.protocol.update_channel import EngineScope
-from sglang_reshard.routes.base import Ask, EngineEnd, TrainerEnd
+from sglang_reshard.routes.base import EngineEnd, TrainerEnd
 from sglang_reshard.routes.p2p.ask import Links, get_send_requests, put_send_requests
 from sglang_reshard.routes.p2p.links import build_rounds, engine_links, sent_link, targets_by_round
 from sglang_reshard.routes.p2p.messages import round_bytes
@@ -41,7 +41,7 @@ class StoreEngineEnd(EngineEnd):
 
     def ask(self, session):
         put_send_requests(session, self._side, self._sizes, False, False)
-        return Ask("store", self._links)
+        return self._side.prepare("store", self._links)
 
     def connect(self, meeting):
         reads, self._session = self._side.reads, meeting.session
@@ -57,7 +57,7 @@ class StoreEngineEnd(EngineEnd):
 
     def move(self, request, taken):
         self._received, client = 0, self._session.client
-        scope = EngineScope(client, request.update, self._side.engine, "").scope
+        scope = EngineScope(client, request.update, self._side.request.engine, "").scope
         for number, (buffers, copies) in enumerate(self._rounds):
             for trainer_rank, buffer in buffers:
                 key = _key(self._side.transfer, trainer_rank, self._side.engine_rank, number)

@@ -181,11 +181,10 @@ PLACES = {
 _CODE = """
 import functools, threading, types, weakref
 from collections import deque
-from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from support.deriving import Linear
+from support.deriving import Frozen, Linear
 G = KEPT = None
 D, W = {{}}, weakref.WeakKeyDictionary()
 def of(weight): return {value}
@@ -195,9 +194,6 @@ def use(x, c):
 class Slots:
     __slots__ = ("c",)
     def __init__(self): self.c = None
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    c: object
 class Helper:
     def __init__(self, c): self.c = c
     def get(self, weight):

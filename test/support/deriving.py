@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 SIZE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    c: object
 
 
 class Linear(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,10 @@ DOCUMENTS = (
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 _INLINE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_PROGRAMS = ("make ", "sglang-reshard ", ".venv/bin/", "python ", "docker ", "torchrun ", "curl ", "pip ")
+_PROGRAMS = ("make ", "sglang-reshard ", ".venv/bin/", "python ", "docker ", "torchrun ", "curl ", "pip ", "sbatch ",
+             "kubectl ")  # fmt: skip
+# Whose docstrings say how they are run.
+EXAMPLES = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.py")))
 
 
 @cache
@@ -37,16 +41,27 @@ def blocks(document: str, language: str) -> list[str]:
 
 
 def commands(document: str) -> Iterator[str]:
-    """Yields every command of a document, in blocks and within lines, without comments."""
-    for body in blocks(document, "") + blocks(document, "bash"):
+    """Yields every command of a document, in blocks and within lines, or of an example's docstring."""
+    if document in EXAMPLES:
+        bodies = re.findall(r"(?<=\n\n)(?: {4,}\S.*\n)+", ast.get_docstring(ast.parse(text(document))) or "")
+    else:
+        bodies = [body for language in ("", "bash", "sh") for body in blocks(document, language)]
+    for body in bodies:
         for line in body.replace("\\\n", " ").splitlines():
             line = re.sub(r"\s+#.*$", "", line).strip()
             if _is_command(line):
                 yield " ".join(line.split())
-    for code in _INLINE.findall(_FENCE.sub("", text(document))):
+    for code in _INLINE.findall(_FENCE.sub("", text(document))) if document not in EXAMPLES else ():
         for part in code.split("; "):
             if _is_command(part):
                 yield part
+
+
+def printed(document: str, script: str) -> str:
+    """Returns the one command of a document that runs a script, for a shell at the root, by this Python."""
+    (line,) = {command for command in commands(document) if script in command}
+    python = f"{sys.executable} -m torch.distributed.run"
+    return line.replace(".venv/bin/torchrun", python).replace(".venv/bin/python", sys.executable)
 
 
 def _is_command(line: str) -> bool:

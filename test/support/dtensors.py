@@ -79,6 +79,16 @@ def world(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def as_rank(rank: int, size: int) -> Iterator[None]:
+    """Runs as one rank of a world, with a fake process group."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def judged(case: Case, size: int) -> Outcome | None:
     """Compares what all ranks hold by our layout, and torch's full_tensor, with the whole tensor. Inside `world`.
 

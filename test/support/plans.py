@@ -14,7 +14,6 @@ from sglang_reshard.landings.checked.messages import summed
 from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.landings.checked.source import SourceChecksums
 from sglang_reshard.layout.regions import Box, Region
-from sglang_reshard.layout.source_layout import EXPLICIT, compute_shard_map
 from sglang_reshard.plan import (
     ClusterTopology,
     RankDemand,
@@ -26,9 +25,9 @@ from sglang_reshard.plan import (
 )
 from sglang_reshard.routes import choose_strategy
 from sglang_reshard.routes.strategy import Strategy
-from sglang_reshard.sources import Mesh, Placement, ShardMap, SourceLayout, SourceTensor, TrainerState
-from sglang_reshard.sources.flat import flat_shard_map
+from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor, TrainerState
 from sglang_reshard.trace.program import Copy
+from support import drawn
 
 HOST = "host"
 
@@ -80,7 +79,7 @@ def tp_copies(layout: SourceLayout, dims: list[int], engines: int) -> list[list[
 def tensor_parallel_demands(
     trainer_hosts: Sequence[str], engine_hosts: Sequence[str], dims: Sequence[int] = (0, 1, -1)
 ) -> tuple[TensorIndex, list[RankDemand], ClusterTopology]:
-    """What engine ranks of two cores each, without GPUs, need of twelve tensors.
+    """What engine ranks without GPUs need of twelve tensors.
 
     Trainer ranks hold rows, engine ranks parts along `dims`, of every three tensors in turn.
     """
@@ -90,7 +89,7 @@ def tensor_parallel_demands(
     copies = tp_copies(layout, list(dims) * 4, len(engine_hosts))
     for rank, (own, host) in enumerate(zip(copies, engine_hosts, strict=True)):
         plan = plan_reads(index, own, RankLocation(rank, len(engine_hosts), host, tuple(trainer_hosts)))
-        demands.append(rank_demand(index, plan, host, 2))
+        demands.append(rank_demand(index, plan, host))
     return index, demands, ClusterTopology.of(demands, trainer_hosts)
 
 
@@ -106,96 +105,17 @@ def tensor_parallel_strategy(
     return choose_strategy(transport, index, demands, topology, bucket_bytes)
 
 
-@st.composite
-def meshed_layouts(draw: Any) -> SourceLayout:
-    """Tensors on meshes of one or two dimensions: sharded, replicated, strided as by FSDP2 over TP, uneven, empty.
-
-    Some have an explicit sharding, and local tensors that are larger than their shards.
-    """
-    mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
-    trainers = math.prod(mesh_shape)
-    meshes = [Mesh(mesh_shape, tuple(range(trainers)))]
-    if len(mesh_shape) == 2 and draw(st.booleans()):  # the same ranks, walked the other way
-        meshes.append(Mesh(mesh_shape[::-1], tuple(draw(st.permutations(range(trainers))))))
-    placements: dict[tuple[Placement, ...], int] = {}
-    explicit: dict[ShardMap, int] = {}
-    tensors = []
-    for i in range(draw(st.integers(1, 4))):
-        shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
-        mesh = draw(st.integers(0, len(meshes) - 1))
-        dims = [draw(st.integers(-1, len(shape) - 1)) for _ in mesh_shape]
-        placed = tuple(Placement(d) for d in dims)
-        if len(dims) == 2 and dims[0] == dims[1] >= 0 and draw(st.booleans()):
-            placed = Placement(dims[0], meshes[mesh].shape[1]), placed[1]
-        dtype = draw(st.sampled_from(["float32", "bfloat16", "uint8"]))
-        kind = draw(st.integers(0, 5))
-        if kind == 2:
-            held = draw(flat_maps(shape, trainers))
-            where = EXPLICIT, explicit.setdefault(held, len(explicit))
-        elif kind < 2:
-            where = (
-                EXPLICIT,
-                explicit.setdefault(draw(moved(compute_shard_map(shape, meshes[mesh], placed))), len(explicit)),
-            )
-        else:
-            where = mesh, placements.setdefault(placed, len(placements))
-        tensors.append(SourceTensor(f"t{i}", shape, dtype, *where))
-    return SourceLayout(trainers, tuple(meshes), tuple(placements), tuple(tensors), tuple(explicit))
+def meshed_layouts() -> st.SearchStrategy[SourceLayout]:
+    return st.randoms().map(lambda random: drawn.layout_of(random, degenerate=False))
 
 
-@st.composite
-def flat_maps(draw: Any, shape: tuple[int, ...], trainers: int) -> ShardMap:
-    """A tensor in a flat buffer that the trainer ranks share, cut anywhere; some ranks may have nothing."""
-    numel = math.prod(shape)
-    cuts = sorted(draw(st.lists(st.integers(0, numel), min_size=trainers - 1, max_size=trainers - 1)))
-    ranks = draw(st.permutations(range(trainers)))
-    return flat_shard_map(shape, tuple(zip(ranks, [0, *cuts], [*cuts, numel], strict=True)))
+def copies_of(layout: SourceLayout) -> st.SearchStrategy[list[Copy]]:
+    return st.randoms().map(lambda random: drawn.copies_of(layout, random))
 
 
-@st.composite
-def moved(draw: Any, held: ShardMap) -> ShardMap:
-    """The same shards, at another start of each trainer rank's local tensor."""
-    ranks = sorted({rank for shard in held.shards for rank in shard.ranks})
-    dims = len(held.shards[0].local_start) if held.shards else 0
-    by = {rank: tuple(draw(st.integers(0, 2)) for _ in range(dims)) for rank in ranks}
-    own = [(shard, rank) for shard in held.shards for rank in shard.ranks]
-    return ShardMap.of(
-        (p.box, tuple(a + b for a, b in zip(p.local_start, by[rank], strict=True)), rank) for p, rank in own
-    )
-
-
-@st.composite
-def copies_of(draw: Any, layout: SourceLayout) -> list[Copy]:
-    """What some engine rank's loader might copy: strided regions, transposed, of any tensors, some of them twice."""
-    found: list[Copy] = []
-    ends = {"a": 0, "b": 0}
-    for tensor in layout.tensors:
-        for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2]))):
-            start, count, step = [], [], []
-            for length in tensor.shape:
-                s = draw(st.integers(1, 3))
-                a = draw(st.integers(0, length - 1))
-                start.append(a)
-                step.append(s)
-                count.append(draw(st.integers(1, (length - 1 - a) // s + 1)))
-            region = Region(tuple(start), tuple(count), tuple(step))
-            target = draw(st.sampled_from(sorted(ends)))
-            order = draw(st.permutations(range(len(count))))
-            strides = [0] * len(count)
-            stride = 1
-            for d in order:
-                strides[d], stride = stride, stride * count[d]
-            found.append(Copy(tensor.name, region, target, ends[target], tuple(strides)))
-            ends[target] += region.numel
-            if draw(st.integers(0, 5)) == 0:  # the very same elements once more, elsewhere
-                found.append(Copy(tensor.name, region, target, ends[target], tuple(strides)))
-                ends[target] += region.numel
-    return found
-
-
-def values(layout: SourceLayout) -> dict[str, torch.Tensor]:
+def values(layout: SourceLayout, seed: int = 1) -> dict[str, torch.Tensor]:
     """Whole tensors by name. Small integers that every dtype holds, hardly ever two alike."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     return {
         t.name: torch.randint(1, 200, t.shape, generator=generator).to(getattr(torch, t.dtype)) for t in layout.tensors
     }
@@ -227,11 +147,12 @@ def assembled_states(states: Sequence[TrainerState]) -> dict[str, torch.Tensor]:
         for shard, local in pieces:
             whole[shard.box.slices()] = held.to_local(shard, Region.of(shard.box)).view(local)
         for shard, local in pieces:
-            assert torch.equal(whole[shard.box.slices()], held.to_local(shard, Region.of(shard.box)).view(local))
+            same = torch.equal(whole[shard.box.slices()], held.to_local(shard, Region.of(shard.box)).view(local))
+            assert same, f"holders of {tensor.name}{shard.box} differ"
     return found
 
 
-def empty_targets(copies: list[Copy]) -> dict[str, torch.Tensor]:
+def empty_targets(copies: Sequence[Copy]) -> dict[str, torch.Tensor]:
     ends: dict[str, int] = {}
     for c in copies:
         last = c.offset + sum((n - 1) * s for n, s in zip(c.region.count, c.strides, strict=True))

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from support.toy import ToyRank
+from support.toy_serving import answered, receiver_of
 
 
 def serve(rank: int, size: int, requests: Any, *_: Any) -> list[list[str]]:
@@ -17,10 +16,8 @@ def serve(rank: int, size: int, requests: Any, *_: Any) -> list[list[str]]:
     The version of an update is the file in which the trainer has saved the whole tensors.
     """
     model = ToyRank(rank, size, torch.bfloat16)
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     differing = []
-    for request in requests:
-        requests.answer(receiver.update(request))
+    for request in answered(receiver_of(model), requests):
         stock = ToyRank(rank, size, torch.bfloat16)
         stock.load_weights(torch.load(request.weight_version).items())
         own = dict(model.named_parameters())

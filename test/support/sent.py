@@ -1,8 +1,7 @@
-"""An engine rank that is sent all it lacks, and what a process has open."""
+"""An engine rank that is sent all it lacks."""
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard.landings.base import Landing
-from sglang_reshard.landings.converting import converting
 from sglang_reshard.routes.base import Reads
 from sglang_reshard.routes.p2p.engine import P2pEngineEnd
 from sglang_reshard.routes.p2p.links import IN_PLACE_BYTES
@@ -23,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def reads_of(rank: int, index: Any, plan: Any, targets: Any) -> Reads:
-    landing = converting(Landing(Program(tuple(plan.copies), targets)), CPU, 1 << 20)
+    landing = Landing(Program(tuple(plan.copies), targets)).converting(CPU, 1 << 20)
     return Reads(rank, CPU, index, plan, landing, {})
 
 
@@ -43,8 +41,3 @@ def connected(store: dist.Store, name: str, **options: Any) -> Communicator:
     communicator = Communicator(**options)
     communicator.connect(dist.PrefixStore(name, store))
     return communicator
-
-
-def open_here() -> tuple[int, int]:
-    """Descriptors and threads of this process."""
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))

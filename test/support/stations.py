@@ -20,7 +20,7 @@ from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.engine.prepared import Transfers
 from sglang_reshard.engine.target_planner import TargetPlanner
 from sglang_reshard.engine.update import UpdateExecutor
-from sglang_reshard.landings.checked.trainer import TrainerChecks
+from sglang_reshard.landings.checked.source import TrainerChecks
 from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel
 from sglang_reshard.routes.delta import target as delta_target
 from sglang_reshard.routes.delta import trainer as delta_trainer

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, decode, encode
 from support.ready import CONTEXT
 
@@ -41,10 +42,17 @@ class Trainer:
     size: int
     send: Send | None
     send_one: tuple[Send | None, ...]
+    opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def group(self) -> dist.ProcessGroup:
         return dist.group.WORLD
+
+    def sender(self, **options: Any) -> WeightSender:
+        """A sender to the engine. It is closed when the function has returned."""
+        sender = WeightSender.over(self.group, self.send, **{"timeout_s": 30, **options})
+        self.opened.callback(sender.close)
+        return sender
 
 
 def run_world(
@@ -173,7 +181,10 @@ def _trainer(link: Connection, rank: int, size: int, engines: list[Connection | 
     def run(port: int) -> Any:
         _join(rank, size, port)
         try:
-            return train(Trainer(rank, size, to_all(sends) if rank == 0 else None, sends), *args)
+            trainer = Trainer(rank, size, to_all(sends) if rank == 0 else None, sends)
+            found = train(trainer, *args)
+            trainer.opened.close()
+            return found
         finally:
             for engine in filter(None, engines):
                 with contextlib.suppress(BrokenPipeError):  # one that takes no more requests may have ended

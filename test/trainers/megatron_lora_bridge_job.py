@@ -47,6 +47,7 @@ def examine(trainer: Any, case: dict[str, Any], auto_bridge: Any, kinds: dict[st
     from sglang_reshard.errors import ReshardError
     from sglang_reshard.sources import megatron_adapter_config, megatron_adapter_tensors
     from support.megatron_models import Case, initial_models, on_cpu, parallel, reference
+    from support.partial_states import not_assembled, of_this_rank
 
     peft = kinds[case.pop("peft")](**case.pop("options"))
     sizes = Case(**case)
@@ -67,7 +68,7 @@ def examine(trainer: Any, case: dict[str, Any], auto_bridge: Any, kinds: dict[st
         model.save_pretrained(folder)
         exported = auto_bridge.from_hf_pretrained(folder).export_adapter_weights(models, show_progress=False)
         expected = {PREFIX + name: tensor.clone() for name, tensor in exported}
-    return {"wrong": not_assembled(trainer, given, expected), "config": config, "tensors": len(expected)}
+    return {"wrong": not_assembled(of_this_rank(given), expected), "config": config, "tensors": len(expected)}
 
 
 def share_replicas(models: list[Any]) -> None:
@@ -79,30 +80,6 @@ def share_replicas(models: list[Any]) -> None:
     for chunk in models:
         for parameter in chunk.parameters():
             dist.broadcast(parameter, dist.get_process_group_ranks(group)[0], group=group)
-
-
-def not_assembled(trainer: Any, given: list[Any], expected: dict[str, Any]) -> list[str]:
-    """What the ranks' shards, each in the place that its rank states, do not put together to what was exported."""
-    import torch
-    import torch.distributed as dist
-
-    stated: list[Any] = [None] * trainer.size
-    dist.all_gather_object(stated, given)
-    wholes = {name: torch.full_like(tensor, float("nan")) for name, tensor in expected.items()}
-    wrong = []
-    for rank, rows in enumerate(stated):
-        for name, tensor, sharding in rows:
-            if name not in wholes or sharding.shape != tuple(wholes[name].shape):
-                wrong.append(f"{name} of shape {sharding.shape} was not exported")
-                continue
-            for piece in sharding.shard_map.shards:
-                assert piece.ranks == (rank,)
-                inside = tuple(slice(a, a + n) for a, n in zip(piece.local_start, piece.box.shape, strict=True))
-                place = wholes[name][piece.box.slices()]
-                if not torch.equal(place, tensor[inside]) and not bool(place.isnan().all()):
-                    wrong.append(f"{name}: replicas differ on trainer rank {rank}")
-                place.copy_(tensor[inside])
-    return wrong + [f"{name} differs" for name, whole in wholes.items() if not torch.equal(whole, expected[name])]
 
 
 if __name__ == "__main__":

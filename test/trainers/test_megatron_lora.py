@@ -115,6 +115,7 @@ def test_other_adapters_are_refused(exported, name):
 
 
 @pytest.mark.engine
+@pytest.mark.sweep
 @pytest.mark.usefixtures("forks")
 def test_an_engine_serves_the_adapter(tmp_path: Path, record_property: Any) -> None:
     sizes = {"hidden": 128, "heads": 8, "groups": 4, "head": 32, "mlp": 192, "vocabulary": 509, "positions": 4096}

@@ -7,14 +7,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import answered, receiver_of
 from support.trainer_rows import shown
 from support.world import run_world
 
-CPU, FP32 = torch.device("cpu"), torch.float32
+FP32 = torch.float32
 # Of two stages. "embed" is on both, as a tied embedding is; of two virtual stages each, the first has the odd ones.
 STAGES = (("embed", "q", "k", "v"), ("gate", "up", "down", "norm", "embed"))
 VIRTUAL = (("embed", "k", "up", "norm"), ("q", "v", "gate", "down", "embed"))
@@ -98,10 +97,8 @@ def train(trainer, stages, transport):
 def serve(rank, size, requests, *_):
     """Which parameters were not what stock loading makes them, by update."""
     model = Engine(rank, size)
-    receiver = WeightReceiver(TracedModel(model), rank, size, CPU)
     differing = []
-    for request in requests:
-        requests.answer(receiver.update(request))
+    for request in answered(receiver_of(model), requests):
         stock = Engine(rank, size)
         stock.load_weights(values(int(request.weight_version)).items())
         own = dict(model.named_parameters())
@@ -157,9 +154,8 @@ def fail(trainer):
 
 
 def serve_refusing(rank, size, requests, *_):
-    receiver = WeightReceiver(TracedModel(Engine(rank, size)), rank, size, CPU)
-    for request in requests:
-        requests.answer(receiver.update(request))
+    for _ in answered(receiver_of(Engine(rank, size)), requests):
+        pass
 
 
 def test_what_ranks_disagree_about_is_named_on_all_of_them():

@@ -5,23 +5,21 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
-EXAMPLE = REPOSITORY / "examples" / "torchrl_collector.py"
-TORCHRL = REPOSITORY / ".venv" / "torchrl"
+from support.documents import ROOT, printed
+
+TORCHRL = ROOT / ".venv" / "torchrl"
 
 
 @pytest.mark.sweep
 @pytest.mark.skipif(not TORCHRL.exists(), reason="TorchRL is not installed: make setup-torchrl")
 def test_a_collector_has_the_trainer_s_weights_after_every_step() -> None:
-    path = os.pathsep.join(filter(None, [str(TORCHRL), os.environ.get("PYTHONPATH")]))
     ran = subprocess.run(
-        [sys.executable, EXAMPLE],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        ["bash", "-c", printed("examples/torchrl_collector.py", "torchrl_collector.py")],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.landings.base import Landing, LandingAround
-from sglang_reshard.landings.converting import converting
-from sglang_reshard.landings.lifetimes import Lifetime, share_memory
+from sglang_reshard.landings.base import Landing
+from sglang_reshard.landings.converting import Lifetime, share_memory
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.trace.block_formats import FP8, quantize_blocks
 from sglang_reshard.trace.program import Copy
@@ -53,15 +52,16 @@ def model_of(shapes):
     return toy, {name: tensor.bfloat16() for name, tensor in weights.items()}
 
 
-class Journal(LandingAround):
+class Journal:
     """Notes what has arrived after which turn, and that it is not quantized yet."""
 
-    def __init__(self, inner, weights, copies):
-        super().__init__(inner)
+    def __init__(self, weights, copies):
         self.weights, self.copies, self.seen = weights, copies, {}
 
+    def place(self, program, complete):
+        self.program, self.complete = program, complete
+
     def begin(self, update):
-        super().begin(update)
         self.seen = {}
 
     def arrived(self, turn):
@@ -69,7 +69,6 @@ class Journal(LandingAround):
             copy = self.copies[target]
             assert torch.equal(copy.destination(self.program.targets[target]), self.weights[copy.source])
             assert self.seen.setdefault(copy.source, turn) == turn, "twice"
-        super().arrived(turn)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -89,7 +88,8 @@ def test_each_is_quantized_when_its_last_part_is_there(data):
             if turn is not None:
                 written[turn].add(target)
     read = {target for target, turns in halves.items() if None in turns}
-    landing = Journal(converting(Landing(program), CPU, bucket), weights, copies)
+    landing = Landing(program).converting(CPU, bucket)
+    landing.checks = Journal(weights, copies)
     landing.place(written, read, ahead)
 
     def write(target, half):
@@ -109,7 +109,7 @@ def test_each_is_quantized_when_its_last_part_is_there(data):
                         write(target, half)
             landing.arrived(turn)
         assert landing.finished == landing.turns
-        assert landing.seen.keys() == weights.keys()
+        assert landing.checks.seen.keys() == weights.keys()
     for name, weight in weights.items():
         quantized, scales = quantize_blocks(weight[None], BLOCK)
         assert torch.equal(toy.get_parameter(name).view(torch.uint8), quantized[0].view(torch.uint8))
@@ -119,7 +119,7 @@ def test_each_is_quantized_when_its_last_part_is_there(data):
 def test_a_route_that_does_not_know_of_conversions_is_refused():
     toy, weights = model_of([(4, 4), (8, 6)])
     program = trace(toy, specs_of(weights))
-    landing = converting(Landing(program), CPU, 1)
+    landing = Landing(program).converting(CPU, 1)
     with pytest.raises(Unsupported, match=r"converts 2 weights .* Landing\.place"):
         landing.begin(None)
     landing.place([], program.arrivals)
@@ -144,7 +144,7 @@ def test_a_large_stack_is_cut(experts, monkeypatch):
     assert [copy.region.count[0] for copy in program.copies] == [min(3, experts - n) for n in range(0, experts, 3)]
     whole = Copy("experts.weight", Region.of(Box.whole((experts, 8, 6))), "", 0, ())
     assert sum(copy.region.numel for copy in program.copies) == whole.region.numel
-    landing = converting(Landing(program), CPU, 1)
+    landing = Landing(program).converting(CPU, 1)
     landing.place([], program.arrivals)
     for turn, copy in enumerate(program.copies):
         copy.destination(landing.program.targets[copy.target]).copy_(weight[copy.region.slices()])

@@ -11,7 +11,6 @@ from sglang_reshard.cli.plan.rank_model import place
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.landings.base import Landing
-from sglang_reshard.landings.converting import converting
 from sglang_reshard.routes.base import Reads
 from sglang_reshard.trace.block_formats import quantize_blocks
 from support.nixl_env import needs_nixl, use_nixl
@@ -62,9 +61,9 @@ def train(trainer, transport, options, updates=3):
 
 def forecast(transfer, rank):
     target = transfer.target
-    landing = converting(Landing(target.program), torch.device("meta"), BUCKET_BYTES)
+    landing = Landing(target.program).converting(torch.device("meta"), BUCKET_BYTES)
     reads = Reads(rank, torch.device("meta"), target.tensor_index, target.read_plan, landing, {})
-    place(reads, transfer.strategy)
+    place(reads, transfer.strategy, transfer.strategy.senders(rank))
     return landing.nbytes
 
 

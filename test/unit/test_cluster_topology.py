@@ -87,7 +87,7 @@ class Cluster:
             location = RankLocation(rank, len(self.engines), place.host, hosts, device, self.trainer_devices(), reasons)
             plan = plan_reads(index, copies, location)
             assert sum(nbytes for nbytes, _ in plan.traffic().values()) == plan.least_bytes(), "1.000 of the least"
-            demands.append(rank_demand(index, plan, place.host, 1, device, reasons))
+            demands.append(rank_demand(index, plan, place.host, device, reasons))
         return index, demands, ClusterTopology.of(demands, hosts, self.trainer_devices())
 
     def chosen(self, transport: str = "auto") -> Strategy:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +15,17 @@ from typer.testing import CliRunner, Result
 
 from sglang_reshard.cli import versions
 from sglang_reshard.cli.main import app
-from sglang_reshard.cli.outcome import EXIT_CODES, IMPOSSIBLE, INTERRUPTED, REFUSED, one_line
+from sglang_reshard.cli.outcome import EXIT_CODES, IMPOSSIBLE, INTERRUPTED, REFUSED, line_of
 from sglang_reshard.cli.plan import command
 from sglang_reshard.cli.plan.worker_process import ChildFailed
 from sglang_reshard.cli.values import TRANSPORTS, VERIFY
 from sglang_reshard.errors import EngineRefused, Mismatch
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import Verify
+from sglang_reshard.protocol.weights_info import WeightsInfo
 from sglang_reshard.version import PROTOCOL, __version__
 from support.documents import table
+from support.snapshot_writer import write
 
 NOWHERE = "http://127.0.0.1:1"
 # Command lines that are right, up to what is not there.
@@ -110,8 +114,8 @@ WRONG: dict[str, list[tuple[str, str | None, str]]] = {
         ("--deadline-s", "nan", "Invalid value"),
     ],
     "report": [
-        ("FILE", "/no/such/file", "No such file or directory"),
-        ("FILE", "/dev", "Is a directory"),
+        ("FILE", "/no/such/file", "sglang-reshard report: /no/such/file: No such file or directory"),
+        ("FILE", "/dev", "sglang-reshard report: /dev: Is a directory"),
         ("--update", "-1", "--update"),
         ("--update", "2", "has 1 reports, not 2"),
         ("--out", "/no/such/folder/page.html", "No such file or directory"),
@@ -196,7 +200,7 @@ def test_a_misspelt_command_names_the_nearest() -> None:
 @pytest.mark.parametrize("name", ["pull", "follow"])
 def test_a_server_that_does_not_answer_is_a_refusal(name: str, tmp_path: Path) -> None:
     right = RIGHT[name] if name == "pull" else [str(tmp_path), *RIGHT[name][1:]]
-    assert f"EngineUnreachable: {NOWHERE} did not answer" in told(run(name, *right), REFUSED)
+    assert f"sglang-reshard {name}: {NOWHERE} did not answer" in told(run(name, *right), REFUSED)
 
 
 def test_a_plan_without_sglang_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,14 +218,14 @@ def test_a_plan_without_sglang_says_what_to_install(monkeypatch: pytest.MonkeyPa
         (ImportError("no"), IMPOSSIBLE),
     ],
 )
-def test_errors_of_a_command_are_a_line_with_their_kind(
+def test_errors_of_a_command_are_a_line_without_python_names(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> int:
         raise error
 
     monkeypatch.setattr(command, "run", fail)
-    assert told(run("plan", *RIGHT["plan"]), code) == f"{type(error).__name__}: no"
+    assert told(run("plan", *RIGHT["plan"]), code) == "sglang-reshard plan: no"
 
 
 def test_ctrl_c_has_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,8 +237,8 @@ def test_ctrl_c_has_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_traceback_of_another_process_is_kept_in_a_file() -> None:
-    line = one_line(ChildFailed("The plan of m failed:\nTraceback ...\n  File x\nKeyError: 'q'\n"))
-    assert line.startswith("ChildFailed: The plan of m failed: KeyError: 'q' (all of it is in ")
+    line = line_of(ChildFailed("The plan of m failed:\nTraceback ...\n  File x\nKeyError: 'q'\n"))
+    assert line.startswith("The plan of m failed: KeyError: 'q' (all of it is in ")
     kept = Path(line.rpartition(" ")[2].removesuffix(")"))
     assert "Traceback ..." in kept.read_text()
     kept.unlink()
@@ -244,6 +248,12 @@ def test_follow_once_says_that_there_is_nothing_to_load(tmp_path: Path, monkeypa
     monkeypatch.setattr("sglang_reshard.api.remote_engine.RemoteEngine.check", lambda _: None)
     ended = run("follow", str(tmp_path), *RIGHT["follow"][1:])
     assert (ended.exit_code, ended.stdout) == (0, f"the folder {tmp_path} has no snapshot yet\n")
+    info = WeightsInfo(version="another", package_version="", publication=2**62)
+    monkeypatch.setattr("sglang_reshard.api.remote_engine.RemoteEngine.weights_info", lambda _: info)
+    write(tmp_path, 1)
+    ended = run("follow", str(tmp_path), *RIGHT["follow"][1:])
+    said = f"{NOWHERE}: nothing to load, the folder {tmp_path} has no snapshot after the server's weights\n"
+    assert (ended.exit_code, ended.stdout) == (0, said)
 
 
 def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,12 +275,27 @@ def test_the_help_has_the_exit_codes_and_all_transports() -> None:
     shown = " ".join(run("--help").stdout.split())
     for code, meaning in EXIT_CODES.items():
         assert f"{code} {meaning}" in shown
-    for name in ("pull", "plan", "selftest"):
-        shown = " ".join(run(name, "--help", COLUMNS="200").stdout.replace("│", " ").split())
-        assert "auto, ipc, p2p, broadcast or nixl" in shown
-    assert "pp=2" in shown or "pp=2" in run("plan", "--help", COLUMNS="200").stdout
+    assert "..." not in shown.partition("Commands: ")[2], "no command's sentence is cut"
     assert get_args(Verify) == VERIFY
     assert TRANSPORTS[0] == "auto"
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_help_has_whole_names_and_choices_at_80_columns(name: str) -> None:
+    words = run(name, "--help", COLUMNS="80").stdout.split()
+    for parameter in dict(commands())[name].params:
+        assert {*parameter.opts, parameter.metavar, f"{parameter.envvar}]"} - {None, "None]"} <= set(words), parameter
+    assert "<bool>" not in words
+
+
+def test_the_module_is_the_command_and_the_shell_completes_it() -> None:
+    command = [sys.executable, "-m", "sglang_reshard"]
+    versions = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+    assert versions == run("--version").stdout
+    asked = {**os.environ, "_SGLANG_RESHARD_COMPLETE": "complete_bash", "COMP_CWORD": "3"}
+    asked["COMP_WORDS"] = "sglang-reshard pull --verify sa"
+    told = subprocess.run(command, env=asked, capture_output=True, text=True, check=False).stdout
+    assert told.split() == ["sample"]
 
 
 PAGE = "docs/usage/command-line.md"
@@ -291,7 +316,12 @@ def rows(command: Any) -> list[list[str]]:
     """The rows of the table of a command's arguments and options: name, type, default, help."""
     hints = get_type_hints(command.callback)
     return [
-        [f"`{shown_name(p)}`", shown_type(hints[p.name]), shown_default(p), f"{p.help}{shown_variable(p)}"]
+        [
+            f"`{shown_name(p)}`",
+            shown_choices(p) or shown_type(hints[p.name]),
+            shown_default(p),
+            f"{p.help}{shown_variable(p)}",
+        ]
         for p in command.params
         if p.name != "help"
     ]
@@ -299,6 +329,10 @@ def rows(command: Any) -> list[list[str]]:
 
 def shown_name(parameter: Any) -> str:
     return parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
+
+
+def shown_choices(parameter: Any) -> str:
+    return (parameter.metavar or "").strip("[]").replace("|", ", ") if parameter.opts[0].startswith("-") else ""
 
 
 def shown_type(hint: Any) -> str:

@@ -126,7 +126,7 @@ def test_a_tensor_that_replaces_a_parameter_is_left(loaded):
 def test_what_sglang_loads_itself_leaves_no_state_of_the_weights_before():
     layer = deriving.InAttribute()
     layer.load_weights(weights(0))
-    executor = UpdateExecutor(TracedModel(layer), 0, 1, torch.device("cpu"))
+    executor = UpdateExecutor(TracedModel(layer), 0, torch.device("cpu"))
     layer(X)
     layer.load_weights(weights(1))
     executor.written_by_others()

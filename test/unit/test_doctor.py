@@ -18,7 +18,7 @@ import torch
 
 import sglang_reshard
 from sglang_reshard import __version__
-from sglang_reshard.cli.doctor import Finding, gpus, host, imports, installed, server
+from sglang_reshard.cli.doctor import Finding, gpus, host, imports, installed, server, supported
 from sglang_reshard.cli.doctor.finding import as_json, as_text
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.rank_info import RankGpuInfo
@@ -118,10 +118,22 @@ def distribution(folder, name, version, entry_point="", requires=""):
         sys.path.remove(str(folder))
 
 
+def supported_engine():
+    return supported.check_supported("engine")
+
+
+@pytest.mark.parametrize(("side", "missing"), [("trainer", []), ("engine", ["sglang"]), ("verl", ["sglang", "verl"])])
+def test_a_side_s_packages_are_missed(side, missing, monkeypatch):
+    monkeypatch.setattr(supported, "installed_version", lambda name: "2.11.0" if name == "torch" else None)
+    failed = [finding for finding in supported.check_supported(side) if finding.status == "fail"]
+    assert [finding.name for finding in failed] == missing
+    assert all("sglang==0.5.12" in finding.cure for finding in failed if side == "verl")
+
+
 @pytest.mark.parametrize(
     ("package", "check", "status", "words"),
     [
-        (("sglang", "0.4.0"), installed.check_supported, "warning", ("0.4.0", "pip install 'sglang")),
+        (("sglang", "0.4.0"), supported_engine, "warning", ("0.4.0", "pip install 'sglang")),
         (("sglang-reshard", "9.9"), installed.check_this_package, "fail", (__version__, "9.9")),
         (("sglang", "0.5.12", "", "transformers==1.2"), installed.check_transformers, None, ("asks for ==1.2",)),
         (

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -16,9 +17,11 @@ from sglang_reshard import SenderOptions, UpdateOptions, WeightSender, errors
 from sglang_reshard.engine.context import Phase
 from sglang_reshard.patches import metrics
 from sglang_reshard.patches.metrics import METRICS
+from sglang_reshard.protocol.weights_info import WeightsInfo
 from sglang_reshard.route_table import ROUTES
 from support.documents import (
     DOCUMENTS,
+    EXAMPLES,
     ROOT,
     anchors,
     blocks,
@@ -33,7 +36,9 @@ from support.documents import (
 OBSERVABILITY, OPTIONS, TROUBLESHOOTING = "docs/observability.md", "docs/usage/options.md", "docs/troubleshooting.md"
 FOLDERS = "test|benchmark|docs|examples|patches|python|tools|verl_integration"
 TARGETS = sorted({m for d in DOCUMENTS for c in commands(d) for m in re.findall(r"\bmake ([a-z][\w-]*)", c)})
-MODULES = sorted({m for d in DOCUMENTS for c in commands(d) for m in re.findall(r"python -m ([\w.]+)", c)})
+# The changelog names what has gone, too.
+TODAY = [document for document in DOCUMENTS if document != "CHANGELOG.md"]
+MODULES = sorted({m for d in TODAY for c in commands(d) for m in re.findall(r"python -m ([\w.]+)", c)})
 
 
 def coded(cell):
@@ -51,6 +56,13 @@ def test_links_lead_somewhere(document):
         assert there.exists(), link
         if anchor:
             assert anchor in anchors(str(there.resolve().relative_to(ROOT))), link
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d != "CHANGELOG.md"])
+def test_links_are_labelled_by_titles_and_tables_have_heads(document):
+    assert re.findall(r"\[`?[\w/.-]+\.md(?:#[\w-]+)?`?\]\(", text(document)) == []
+    heads = re.findall(r"^(\|.*\|)\n\|[-: |]+\|$", text(document), re.MULTILINE)
+    assert [head for head in heads if re.search(r"\|\s*\|", head)] == []
 
 
 def test_each_section_of_promises_has_tests_and_these_exist():
@@ -96,7 +108,7 @@ def test_modules_that_are_named_exist(document):
         assert "NAME" in name or any(path.exists() for path in found), name
 
 
-@pytest.mark.parametrize(("document", "lines"), [("README.md", 150), ("RESHARDING_GUIDE.md", 300)])
+@pytest.mark.parametrize(("document", "lines"), [("README.md", 130), ("RESHARDING_GUIDE.md", 300)])
 def test_the_first_documents_stay_short(document, lines):
     assert len(text(document).splitlines()) < lines
 
@@ -122,10 +134,69 @@ def test_every_page_of_results_has_a_generated_table():
     assert {path for path in pages if f"<!-- {path.stem}: begin -->" in path.read_text()} == pages
 
 
-@pytest.mark.parametrize("document", ["README.md", "RESHARDING_GUIDE.md"])
+@pytest.mark.parametrize("document", ["README.md", "RESHARDING_GUIDE.md", "docs/features.md"])
 def test_the_number_of_architectures_is_that_of_the_results(document):
     passed = sum(map(int, re.findall(r"(\d+) pass at tp 1, 2 and 4", text("docs/results/architectures.md"))))
     assert re.search(rf"\b{passed}\s(are|of)\b", text(document))
+
+
+def recorded(name):
+    """The rows of a file of results, its header first."""
+    return json.loads((ROOT / "benchmark" / "results" / f"{name}.json").read_text())
+
+
+STATUS = [
+    "README.md",
+    "RESHARDING_GUIDE.md",
+    *(f"docs/{d}.md" for d in ["alternatives", "which-api", "compatibility", "faq"]),
+]
+
+
+@pytest.mark.parametrize("document", [*STATUS, "docs/usage/gpus.md"])
+def test_the_gpus_that_have_run_this_are_those_of_the_results(document):
+    gpus = {gpu.split()[1] for name in ("gpu", "gpu-h100", "one-gpu") for gpu in recorded(name)[0]["host"]["gpus"]}
+    assert gpus == {"H200", "H100"}
+    words = " ".join(text(document).split())
+    assert re.search("[Aa]n H200 and an H100", words)
+    assert not re.search(r"\bon one GPU, and|One GPU has run|that GPUs have not run", words)
+
+
+def test_the_engine_on_a_gpu_is_as_fast_as_the_results_say():
+    header, *rows = recorded("one-gpu")
+    (row,) = (r for r in rows if (r["case"], r["step"]) == ("dense", "warm update"))
+    said = [found for d in DOCUMENTS for found in re.findall(r"3\.4 GB\s+in\s(\d+) ms", text(d))]
+    assert "H100" in header["host"]["gpus"][0]
+    assert f"{row['received_bytes'] / 1e9:.1f}" == "3.4"
+    assert set(said) == {f"{row['seconds'] * 1000:.0f}"}
+
+
+def test_the_table_of_weights_info_has_all_fields():
+    rows = table("docs/usage/server.md", "## Live weights")
+    assert sorted(name for row in rows for name in coded(row[0])) == sorted(WeightsInfo.__struct_fields__)
+
+
+def test_the_rows_of_a_plan_are_those_that_it_prints():
+    for name in (part for row in table("docs/usage/planning.md", "## Output") for part in row[0].split(", messages ")):
+        name = name.removesuffix(" (a column)").removeprefix("messages ")
+        assert any(name in words for words in strings_of_the_code()), name
+
+
+def test_the_figures_of_deepseek_v3_are_those_of_its_plan():
+    plan = json.loads((ROOT / "benchmark/results/plan-deepseek-v3.json").read_text())
+    section = " ".join(text("docs/usage/planning.md").partition("## DeepSeek-V3")[2].split())
+    engine, trainer, gather = plan["engine_ranks"], plan["trainer_ranks"], plan["gather"]
+    for figure in (
+        f"{plan['tensors']:,} tensors, {plan['model_bytes'] / 1e9:.1f} GB in {plan['layout_pieces'] / 1e6:.1f} million",
+        f"`{plan['transport']}`, in {plan['messages']:,} messages",
+        f"predicted transfer time of {plan['predicted_seconds']:.2f} s",
+        f"receives | {max(r['received_bytes'] for r in engine) / 1e9:.1f} GB, exactly the elements it lacks",
+        f"holds | {max(r['shard_bytes'] for r in trainer) / 1e9:.1f} GB",
+        f"sends | {max(r['sent_bytes'] for r in trainer) / 1e9:.1f} GB",
+        f"nothing | {gather['trainer_received_bytes'] / 1e9:.1f} GB",
+        f"engine rank | {max(r['extra_bytes'] for r in engine) / 1e6:.0f} MB | {gather['extra_bytes'] / 1e9:.2f} GB",
+        f"trainer rank | {max(r['extra_bytes'] for r in trainer) / 1e6:.0f} MB",
+    ):
+        assert figure in section, figure
 
 
 def glossary():
@@ -279,16 +350,21 @@ RUN_BY = {
     r"make demo( .*)?|(\.venv/bin/)?sglang-reshard selftest( .*)?": "test/engine/test_selftest_run.py",
     r"sglang-reshard selftest --verl( .*)?": "test/verl/test_selftest_verl.py",
     r"torchrun .* -m sglang_reshard\.selftest": "test/hosts/test_selftest_hosts.py",
-    r"sglang-reshard (--version|COMMAND --help)": "test/unit/test_command_line.py",
-    r"sglang-reshard report( .*)?": "test/unit/test_report_page.py",
+    r"sglang-reshard (--version|--install-completion|COMMAND --help)": "test/unit/test_command_line.py",
+    r"python -m sglang_reshard": "test/unit/test_command_line.py",
+    r"sglang-reshard report( .*)?": "test/unit/test_report.py",
     r"make test-verl|\.venv/bin/python -m pytest test/verl/.*": "test/verl/test_megatron.py",
     r"make setup-diffusion": "test/other_engines/test_diffusion.py",
     r"make setup-vllm": "test/other_engines/test_vllm_engine.py",
     r"make setup-torchrl": "test/trainers/test_torchrl.py",
     r"make setup-bridge|.*pytest test/verl/test_megatron_bridge\.py": "test/verl/test_megatron_bridge.py",
     r"make test-trainers": "test/trainers/test_fsdp1.py",
-    r"\.venv/bin/python -m pytest test/trainers/test_megatron_live\.py": "test/trainers/test_megatron_live.py",
-    r"python examples/two_collectors\.py": "test/trainers/test_module_receiver.py",
+    r".* -m pytest test/trainers/test_megatron_live\.py": "test/trainers/test_megatron_live.py",
+    r"\.venv/bin/python examples/two_collectors\.py": "test/trainers/test_module_receiver.py",
+    r"PYTHONPATH=\S+ \.venv/bin/python examples/torchrl_collector\.py": "test/trainers/test_torchrl.py",
+    r"\.venv/bin/python examples/tiny_on_cpu\.py FOLDER .*": "test/verl/test_ppo.py",
+    r"make setup-deepspeed": ".ci/run",
+    r"(kubectl|sbatch) .*": "test/unit/test_pages_recipes.py",
     r"make test-hosts": "test/hosts/test_networks.py",
     r"make test-serving": "test/engine/live/test_many_ranks_server.py",
     r"make bench-deltas": "test/unit/test_delta_updates.py",
@@ -318,14 +394,15 @@ RUN_BY = {
     r"sglang-reshard doctor( .*)?": "test/engine/live/test_metrics_live.py",
     r"sglang-reshard doctor --side \w+|python -m sglang_reshard\.cli\.doctor": "test/installed/test_bare_venv.py",
     r"python -m sglang\.launch_server|curl .*/weights_info": "test/engine/live/test_server.py",
-    r".*\.venv/bin/(python|torchrun) .*examples/http/.*": "test/engine/live/test_http_example.py",
+    r".*\.venv/bin/(python|torchrun) .*(examples/http/|update\.py ).*": "test/engine/live/test_http_example.py",
 }
 # Of the reader's own containers and machines.
 NOT_OURS = r"docker run --pid=host"
 
 
-@pytest.mark.parametrize("command", sorted({c for d in DOCUMENTS for c in commands(d)}))
+@pytest.mark.parametrize("command", sorted({c for d in (*DOCUMENTS, *EXAMPLES) for c in commands(d)}))
 def test_a_command_is_run_by_a_test(command):
+    assert not re.match(r"(\w+=\S+ )*(python|torchrun) .*examples/", command), "only .venv/bin has this package"
     if re.fullmatch(NOT_OURS, command):
         return
     tests = [test for pattern, test in RUN_BY.items() if re.fullmatch(pattern, command)]

@@ -14,7 +14,7 @@ from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.sources import describe
 from sglang_reshard.sources.memory_identity import MemoryIdentity
-from unit.test_placements import as_rank
+from support.dtensors import as_rank
 
 WHOLE = torch.arange(16.0).view(8, 2)
 META = TensorMeta(WHOLE.shape, WHOLE.stride(), WHOLE.dtype)

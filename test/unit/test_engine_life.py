@@ -144,7 +144,7 @@ def fail_staged(rank: int, size: int, requests: Any, *_: Any) -> list[str]:
             raise Mismatch("spoiled")
 
     receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, CPU)
-    receiver._executor = Spoiled(TracedModel(ToyRank(rank, size)), rank, size, CPU)
+    receiver._executor = Spoiled(TracedModel(ToyRank(rank, size)), rank, CPU)
     receiver._executor.transfers = NotingCache(rank, CPU, live=True)
     for request in requests:
         assert receiver.stage(request).success

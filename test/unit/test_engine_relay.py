@@ -131,6 +131,6 @@ def test_only_live_weights_are_passed_on():
     side = SimpleNamespace(reads=SimpleNamespace(landing=Landing(program)))
     with pytest.raises(Mismatch, match="relay=True needs transport='nixl'"):
         RelayEngineEnd(side, None, EngineEnd())
-    side.reads.landing = Shadow(program)
+    side.reads.landing = Landing(program, Shadow(program))
     with pytest.raises(Mismatch, match="relay=True needs transport='nixl' and staged=False"):
         RelayEngineEnd(side, None, NixlEngineEnd.__new__(NixlEngineEnd))

@@ -18,23 +18,23 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import describe
 from support.documents import ROOT, table
+from support.dtensors import as_rank
 from support.toy import checkpoint
 from support.toy_serving import serve
 from support.world import run_world
-from unit.test_placements import as_rank
 
 ROWS = dict(table("docs/usage/migration.md", "## SGLang's former `VerlEngine`"))
 HERE = "test/unit/test_former_verl_engine.py"
 SHOWN = {  # by the first words of a row
     "`update_weights_from_tensor`": f"{HERE}::test_the_items_of_a_sharded_state_dict",
     "`load_format=`": f"{HERE}::test_a_load_format_is_refused",
-    "the engine has as many": "test/engine/live/test_reshard.py::test_fsdp2_over_tp_into_a_larger",
+    "the engine has as many": "test/engine/pairs/test_pairs.py::test_gpu_code_paths",
     '`backend="server"`': "test/engine/live/test_server.py::test_a_script_does_the_same_with_a_server",
     "`shutdown` ends": "test/unit/test_verl_engine.py::test_a_shutdown_ends_the_engine",
     "`list(state_dict.items())`": "test/unit/test_tied_heads.py::test_it_is_compared_in_every_update",
     "a call with a subset": "test/unit/test_kept.py::test_what_is_left_out_keeps_its_values",
     "a call for each bucket": f"{HERE}::test_the_items_of_a_sharded_state_dict",
-    "an empty list": "test/unit/test_placements.py::test_a_name_passed_twice_and_no_tensors_are_refused",
+    "an empty list": "test/unit/test_source_state.py::test_a_name_passed_twice_and_no_tensors_are_refused",
     "data parallel trainer ranks": f"{HERE}::test_an_engine_of_a_part_of_the_trainer_ranks",
     "the same with parameters": f"{HERE}::test_an_engine_of_a_part_of_the_trainer_ranks",
 }

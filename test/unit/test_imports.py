@@ -18,6 +18,7 @@ SOURCES = {
 }
 # From the top down. A package may import from those in lower rows, and from those in its own row if there is no circle.
 LAYERS = (
+    ("__main__",),
     ("verl", "cli", "selftest"),
     ("extras", "extras.diffusion"),
     ("extras.modules", "extras.parameter_stream", "extras.snapshots", "extras.verl_engine"),

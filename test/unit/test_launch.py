@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from sglang_reshard.errors import Unsupported
 from sglang_reshard.patches.embedded_engine import EmbeddedEngine
 from sglang_reshard.patches.launch import TORCHRUN_VARIABLES, without_torchrun_variables
 
@@ -123,6 +124,18 @@ def test_an_embedded_engine_leaves_the_environment_as_it_was(stand_in_sglang):
     # prometheus_client reads this one at every new metric: without it SGLang's calls would fail.
     assert os.environ.pop("PROMETHEUS_MULTIPROC_DIR") == "/tmp/metrics"
     assert dict(os.environ) == before
+
+
+def test_an_engine_on_a_host_without_a_gpu_says_where_to_read(monkeypatch):
+    def missing(name):
+        raise ImportError("libcuda.so.1: cannot open shared object file: No such file or directory")
+
+    module = ModuleType("sglang.srt.entrypoints.engine")
+    module.__getattr__ = missing
+    for name in ("sglang", "sglang.srt", "sglang.srt.entrypoints", module.__name__):
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(Unsupported, match=r"cpu-host\.md"):
+        EmbeddedEngine.start({})
 
 
 def test_an_engine_that_does_not_start_leaves_the_environment_as_it_was(stand_in_sglang):

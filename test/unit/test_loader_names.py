@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.names.parts import unwrapped
-from sglang_reshard.engine.names.search import Reading, find_names, reading
+from sglang_reshard.engine.names import Reading, find_names, reading, unwrapped
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import LoaderNames, TracedModel
 from sglang_reshard.errors import EngineRefused, Mismatch

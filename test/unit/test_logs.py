@@ -44,7 +44,7 @@ def train(trainer: Any) -> tuple[str, list[dict[str, Any]]]:
     with pytest.raises(EngineRefused):
         sender.update(state.given, weight_version="bad")
     sender.close()
-    return sender._session.address.session, kept.told()
+    return sender.session.address.session, kept.told()
 
 
 def broken(*_: Any) -> None:
@@ -64,7 +64,7 @@ def serve(rank: int, size: int, requests: Any) -> list[dict[str, Any]]:
 def test_lines_of_both_sides_name_session_update_version_and_rank() -> None:
     ((session, told),), (engine,) = run_world(1, 1, train, serve)
     (line,) = told
-    assert "to 1 engine ranks with transport ipc" in line["message"]
+    assert "to 1 engine rank with transport ipc" in line["message"]
     assert {field: line[field] for field in FIELDS} == {
         "session": session, "update": 1, "version": "good", "rank": "trainer rank 0",
     }  # fmt: skip

@@ -1,46 +1,16 @@
 """Several engines take the same weights at the same time, and come and go between updates."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from sglang_reshard.errors import EngineRefused, Mismatch, Unsupported
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
-from sglang_reshard.gpu.runtime import CudaRuntime
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, EngineCommand, Start, UpdateResults
-from sglang_reshard.trainer.worker import TrainerWorker
-from support.gpu_runtime import replaced_runtime
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
 from support.several_engines import several_engines_sender
-from support.toy import DRIFTING, ToyRank, checkpoint
-from support.toy_serving import answered, receiver_of, serve_alone
+from support.toy import DRIFTING, checkpoint
+from support.toy_serving import serve_alone
 from support.world import run_world
-
-
-def train(trainer, transport):
-    sender, _host = several_engines_sender(trainer, timeout_s=30, transport=transport)
-    first, second = trainer.send_one
-    told = []
-    for version, engines in enumerate([{"a": first}, {"a": first, "b": second}, {"b": second}], start=1):
-        sender.set_engines(engines)
-        told.append(sorted(sender.update(checkpoint(version).items(), weight_version=str(version))))
-    sender.set_engines({})
-    with pytest.raises(Mismatch, match="set_engines"):
-        sender.update(checkpoint(4).items())
-    sender.close()
-    return told
-
-
-@pytest.mark.parametrize("transport", ["p2p", "broadcast"])
-def test_engines_come_and_go(transport):
-    told, seen = run_world(2, 2, train, serve_alone, transport)
-    assert told == [[["a"], ["a", "b"], ["b"]]] * 2
-    assert seen == [[1, 2], [2, 3]]
 
 
 def train_in_the_background(trainer, folder):
@@ -145,68 +115,3 @@ def test_an_engine_that_one_trainer_rank_cannot_send_to_is_left_out_by_all_of_th
     assert "trainer rank 1: TypeError: 'NoneType' object is not callable" in message
     assert engines == ("a",)
     assert seen == [[1, 2], [0]], "the other engine is not disturbed"
-
-
-def train_and_offload(trainer):
-    sender, _host = several_engines_sender(trainer, timeout_s=30, transport="ipc")
-    sender.set_engines({"a": trainer.send_one[0]})
-    seconds = [
-        sender.update(checkpoint(1).items(), weight_version="1", unmap_after=unmap_after)["a"].seconds
-        for unmap_after in (True, False)
-    ]
-    sender.close()
-    return [sorted(phases) for phases in seconds]
-
-
-def serve_and_look(rank, size, requests):
-    receiver = receiver_of(ToyRank(0, 1))
-    return [receiver._executor.transfers.last is not None for _ in answered(receiver, requests)]
-
-
-def test_memory_is_unmapped_where_it_is_asked_for():
-    told, kept = run_world(1, 1, train_and_offload, serve_and_look)
-    assert kept == [[False, True]]
-    assert "plan" in told[0][1]
-
-
-class ThirdGpu(CudaRuntime):
-    """The calling thread's GPU is cuda:3, and a new thread's cuda:0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.thread = threading.local()
-        self.thread.gpu = 3
-
-    def uses_gpu(self) -> bool:
-        return True
-
-    def current_device(self) -> torch.device:
-        return torch.device("cuda", getattr(self.thread, "gpu", 0))
-
-    @contextmanager
-    def using(self, device: torch.device) -> Iterator[None]:
-        self.thread.gpu = device.index
-        yield
-
-
-def test_each_engines_thread_uses_the_callers_gpu() -> None:
-    """Point 18 of the rules of GPUs: a trainer rank has one, and a new thread starts at GPU 0."""
-    seen: dict[int, torch.device] = {}
-    with replaced_runtime(ThirdGpu()) as gpus:
-
-        def transfers(engine: int) -> Any:
-            def execute(*_: object) -> None:
-                seen[engine] = gpus.current_device()
-
-            return SimpleNamespace(execute=execute, abort=None)
-
-        scope: Any = SimpleNamespace(on_abort=lambda _: None, leave=lambda: None)
-        messages = [*(EngineCommand(engine, Start("t")) for engine in (0, 1)), UpdateResults({})]
-        channel: Any = SimpleNamespace(engine=lambda _: scope, messages=lambda _: messages, update=1)
-        anything: Any = None
-        worker = TrainerWorker(anything, 0, 1, 1.0, {})
-        worker.set_engines((0, 1))
-        worker._of = transfers  # type: ignore[method-assign]
-        published: Any = object()
-        worker.run(channel, published, lambda: ())
-    assert seen == {0: torch.device("cuda:3"), 1: torch.device("cuda:3")}

@@ -101,6 +101,8 @@ def test_misspelt_values_of_updates_name_the_nearest():
         UpdateOptions(verify="sampel")
     with pytest.raises(TypeError, match=r"they are weight_version, .*Did you mean 'staged'"):
         UpdateOptions.of(None, {"stagd": True})
+    with pytest.raises(TypeError, match=r"'transport' is no option of an update, .* pass it to WeightSender\(\.\.\.\)"):
+        UpdateOptions.of(None, {"transport": "p2p"})
     with pytest.raises(Unsupported, match="Did you mean 'server'"):
         VerlEngine(None, backend="servr")
     sender = MultiEngineSender(ADDRESS, trainer_rank=0, global_ranks=(0,))

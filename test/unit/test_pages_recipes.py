@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from support.documents import ROOT, text
+from support.documents import ROOT, commands, text
 
 RECIPES = ROOT / "docs" / "recipes"
 BATCH = RECIPES / "slurm" / "train-and-serve.sbatch"
@@ -83,6 +83,11 @@ def containers(path: Path) -> dict[str, dict[str, Any]]:
     return {c["name"]: c for pod in pods(path) for c in (*pod.get("initContainers", ()), *pod["containers"])}
 
 
+def lasting(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    """The containers that run all the time: the pod's own, and sidecars."""
+    return [c for c in pod.get("initContainers", ()) if c.get("restartPolicy") == "Always"] + pod["containers"]
+
+
 def environment(container: dict[str, Any]) -> dict[str, Any]:
     return {variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in container["env"]}
 
@@ -120,6 +125,13 @@ def test_names_within_a_manifest_refer_to_something(path: Path) -> None:
             assert set(used) <= {*environment(container), "JOB_COMPLETION_INDEX"}
 
 
+def test_the_page_makes_the_secrets_that_the_manifests_want() -> None:
+    secrets = {one["metadata"]["name"]: one["stringData"].keys() for one in objects(MANIFESTS[0])}
+    made = [line for line in commands("docs/recipes/kubernetes.md") if line.startswith("kubectl create secret ")]
+    assert [line.split()[4] for line in made] == list(secrets)
+    assert set(re.findall(r"--from-literal=(\w+)=", made[0])) == secrets["reshard-keys"]
+
+
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_no_key_is_in_a_manifest(path: Path) -> None:
     for one in objects(path):
@@ -133,7 +145,7 @@ def test_no_key_is_in_a_manifest(path: Path) -> None:
 def test_both_sides_have_room_and_the_same_settings(path: Path) -> None:
     for pod in pods(path):
         memory = {v["name"]: v["emptyDir"] for v in pod["volumes"] if "emptyDir" in v}
-        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+        for container in lasting(pod):
             shm = next(mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/dev/shm")
             assert memory[shm]["medium"] == "Memory"
             limit = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
@@ -155,7 +167,8 @@ def test_the_pod_shares_what_reading_memory_needs() -> None:
 def test_the_two_workloads_speak_https() -> None:
     path = RECIPES / "kubernetes" / "two-workloads.yaml"
     engine, trainer = (containers(path)[name] for name in ("engine", "trainer"))
-    assert environment(trainer)["SGLANG_RESHARD_URL"].startswith("https://engine:")
+    assert environment(trainer)["SGLANG_RESHARD_URL"].startswith("https://engine-updates:")
+    assert environment(containers(path)["engine-answers"]).items() <= environment(trainer).items()
     assert engine["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
     assert {"--ssl-certfile=/tls/tls.crt", "--ssl-keyfile=/tls/tls.key"} <= set(engine["args"])
     assert "tls.key" not in str(pods(path)[1])  # the trainer needs the certificate alone

@@ -28,7 +28,7 @@ def test_reading_memory_is_the_fastest_on_one_host(costs):
 
 def test_broadcasts_are_faster_where_many_ranks_on_another_host_need_the_same():
     """16 engine ranks need everything: point to point, each trainer rank sends its shard 12 times."""
-    slow = dataclasses.replace(CPU, network_bytes_s=1e8, shares_cores=False)
+    slow = dataclasses.replace(CPU, network_bytes_s=1e8, cores=0)
     hosts, whole = "a" * 4 + "b" * 12, (-1, -1, -1)
     assert seconds("broadcast", "aaaa", hosts, whole, costs=slow) < seconds("p2p", "aaaa", hosts, whole, costs=slow) / 2
 

@@ -7,7 +7,7 @@ from benchmark.matrices import Matrices
 
 
 def test_a_profile_has_the_steps_of_both_sides() -> None:
-    rows, texts = profile.run(profile.Case(Matrices("tiny", 4, 8, 8), 1, 2, "p2p"), functions=3)
+    rows = profile.run(profile.Case(Matrices("tiny", 4, 8, 8), 1, 2, "p2p"))
     of = {(row["side"], row["step"]): row for row in rows}
     assert of.keys() == {(side, step) for side, step, *_ in profile.STEPS}, "no step is called otherwise now"
     assert of["engine", "votes"]["calls"] == 2
@@ -21,5 +21,3 @@ def test_a_profile_has_the_steps_of_both_sides() -> None:
         assert 0 < whole["warm_cpu_seconds"] <= whole["warm_seconds"] < whole["first_seconds"]
         longest = max(row["warm_seconds"] for row in parts if row["step"] != "request and answer")
         assert longest <= 2 * whole["warm_seconds"]
-    assert len(texts) == 2
-    assert all("tottime" in text for text in texts)

@@ -1,7 +1,6 @@
 """Properties of read plans: exactly the rank's elements, from trainer ranks that hold them, evenly spread."""
 
 import numpy as np
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,26 +45,6 @@ def test_each_element_is_read_once_from_a_holder_on_this_host_if_there_is_one(jo
         assert trainer_rank in holders
         near = [t for t in holders if location.trainer_hosts[t] == location.host]
         assert trainer_rank in (near or holders)
-
-
-@given(jobs())
-def test_duplicate_reads_refer_to_the_first(job):
-    layout, copies, location = job
-    index = TensorIndex.of(layout)
-    plan = plan_reads(index, copies, location)
-    elements = {t.name: torch.zeros(t.shape, dtype=torch.bool) for t in layout.tensors}
-    for c in copies:
-        elements[c.source][c.region.slices()] = True
-    item_bytes = {t.name: t.spec.item_bytes for t in layout.tensors}
-    least = sum(int(mask.sum()) * item_bytes[name] for name, mask in elements.items())
-    regions = sum(region.numel * item_bytes[source] for source, region in {(c.source, c.region) for c in copies})
-    # Regions that overlap without being equal are read separately; no loader has such.
-    assert least <= plan.least_bytes() <= regions
-    for read, first in plan.duplicates.items():
-        assert first < read
-        assert plan.trainer_ranks[read] == plan.trainer_ranks[first]
-        assert plan.tensor_ids[plan.copy_ids[read]] == plan.tensor_ids[plan.copy_ids[first]]
-        assert plan.items[plan.item_ids[read]].local_region == plan.items[plan.item_ids[first]].local_region
 
 
 @given(jobs())

@@ -221,6 +221,11 @@ def test_the_api_has_every_public_name() -> None:
     assert listed == set(sglang_reshard.__all__) - {"__version__"}
 
 
+def test_every_name_of_the_api_has_an_example() -> None:
+    examples = re.findall(r"^<!-- (\w+): end -->\n\n```python$", text("docs/reference/api.md"), re.MULTILINE)
+    assert examples == [name for _, _, names in pages.api() for name in names]
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_the_api_has_every_name_that_documents_import(document: str) -> None:
     """But the host of tests, which has a page of its own."""

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import ControlServer
 from sglang_reshard.engine.context import Phase, Vote
 from sglang_reshard.engine.update import UpdateExecutor
@@ -60,11 +59,10 @@ def test_a_staged_update_for_which_there_is_no_room_is_refused_with_its_size() -
 
 
 def stage_and_not(trainer: Any) -> list[int]:
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     weights = checkpoint(1)
     steps = [{"staged": True}, {"staged": True}, {}, {"staged": True}, {"staged": True, "unmap_after": True}]
     staged = [sender.update(weights, **step).engine_ranks[0].staged_bytes for step in steps]
-    sender.close()
     return staged
 
 
@@ -76,7 +74,7 @@ def keep_staged_memory(rank: int, size: int, requests: Any) -> list[bool]:
         output = receiver.update(request)
         if number in (0, 3):
             landing: Any = receiver._executor.transfers.last.landing  # type: ignore[union-attr]
-            shadow = next(t for n, t in landing.program.targets.items() if t is not landing.live.targets[n])
+            shadow = next(t for n, t in landing.program.targets.items() if t is not landing._apart.live.targets[n])
             memory = StorageWeakRef(shadow.untyped_storage())
             del landing, shadow
         assert memory is not None

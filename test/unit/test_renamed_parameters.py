@@ -5,7 +5,6 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Mismatch, ReshardError
@@ -16,35 +15,18 @@ from sglang_reshard.layout.names import Renaming, patterns
 from sglang_reshard.sources import FlatBuffer, FlatMember, FusedSlice, FusedTensor, describe
 from support.several_engines import several_engines_sender
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import serve
 from support.world import run_world
 
 
-def serve(rank, size, requests, *_):
-    """Answers all updates. Returns, for each, the versions (of 1 to 3) that the live weights are then."""
-    model = ToyRank(rank, size)
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
-    found = []
-    for request in requests:
-        requests.answer(receiver.update(request))
-        found.append([version for version in (1, 2, 3) if is_version(model, version)])
-    return found
-
-
-def is_version(model, version):
-    stock = ToyRank(model.rank, model.size)
-    stock.load_weights(checkpoint(version).items())
-    return all(torch.equal(p, getattr(model, name)) for name, p in stock.named_parameters())
-
-
 def train_with_dicts(trainer, kind):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     first = kind(checkpoint(1))
     sender.update(first)
     for name, tensor in checkpoint(2).items():
         first[name].copy_(tensor)
     warm = sender.update(first)
     sender.update_async(kind(checkpoint(3))).wait()
-    sender.close()
     return "trace" not in warm.seconds
 
 
@@ -78,16 +60,15 @@ def test_a_dict_is_taken_as_its_items(kind):
         pytest.importorskip("tensordict")
     warm, found = run_world(2, 2, train_with_dicts, serve, kind)
     assert warm == [True, True]
-    assert found == [[[1], [2], [3]]] * 2
+    assert found == [[1, 2, 3]] * 2
 
 
 def snapshot_of_a_dict(trainer, folder):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     weights = {f"policy.{name}": tensor for name, tensor in checkpoint(1).items()}
     snapshots = Snapshots(sender, folder, rename={"policy.": ""})
     snapshots.write(weights, "1")
     snapshots.write_async(weights, "2").wait()
-    sender.close()
 
 
 def test_a_snapshot_takes_a_dict_and_a_renaming(tmp_path):
@@ -119,7 +100,7 @@ def drop_policy(name):
 
 
 def train_renamed(trainer, rename, asynchronous):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     state = {f"policy.{name}": tensor for name, tensor in checkpoint(0).items()}
     seconds = []
     for version in (1, 2):
@@ -133,7 +114,6 @@ def train_renamed(trainer, rename, asynchronous):
     # Another renaming of the same memory is not taken for the last one.
     with pytest.raises(ReshardError) as refused:
         sender.update(state, rename={"policy.": "actor."})
-    sender.close()
     return "trace" in seconds[1], str(refused.value)
 
 
@@ -143,7 +123,7 @@ def test_names_are_those_that_rename_gives_them(rename, asynchronous):
     told, found = run_world(2, 2, train_renamed, serve, rename, asynchronous)
     assert [entry[0] for entry in told] == [False, False]
     assert all("actor.embed.weight" in entry[1] for entry in told), told
-    assert found == [[[1], [2], [2]]] * 2
+    assert found == [[1, 2, 2]] * 2
 
 
 def test_the_longest_prefix_is_replaced_once():
@@ -183,7 +163,7 @@ def test_a_string_is_one_pattern():
 
 
 def train_with_a_failing_generator(trainer, how):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
 
     def weights():
         for number, (name, tensor) in enumerate(checkpoint(1).items()):

@@ -6,7 +6,6 @@ import torch
 from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.landings.base import Landing
-from sglang_reshard.landings.converting import converting
 from sglang_reshard.trace.block_formats import quantize_blocks
 from sglang_reshard.trace.built_modules import note_copies, remember
 from sglang_reshard.trace.tracer import trace
@@ -77,7 +76,7 @@ def test_the_live_module_is_not_touched_before_its_results_are_there():
     program = trace(model, specs_of(given))
     seen = []
     layer.quant_method.processed = seen
-    landing = converting(Landing(program), CPU, 0)
+    landing = Landing(program).converting(CPU, 0)
     landing.place([program.arrivals], ())
     landing.arrived(0)
     assert vars(layer) == attributes

@@ -116,27 +116,6 @@ def test_an_engine_of_any_size_takes_the_weights_of_another(engines, sizes):
     assert [receiver.torn for receiver in source.receivers] == [""] * sizes[0]
 
 
-def test_weights_are_passed_on_again_and_follow_the_trainer(engines):
-    first, second, third = engines(2), engines(4), engines(1)
-    train(first, 1)
-    assert pull(second, first).success
-    assert pull(third, second).success  # by what it has pulled itself
-    assert third.differing(1) == []
-    train(first, 2)  # after its memory was moved
-    assert first.differing(2) == []
-    assert pull(third, first).success
-    assert third.differing(2) == []
-
-
-def test_several_engines_take_the_same_weights_at_once(engines):
-    source, others = engines(2), [engines(1), engines(2), engines(4)]
-    train(source, 3)
-    with ThreadPoolExecutor(3) as threads:
-        outputs = list(threads.map(lambda engine: pull(engine, source), others))
-    assert [output.message for output in outputs] == ["", "", ""]
-    assert [engine.differing(3) for engine in others] == [[], [], []]
-
-
 def test_weights_in_another_dtype_are_cast(engines):
     source, target = engines(2, dtype=torch.bfloat16), engines(1, dtype=torch.float32)
     train(source, 1)
@@ -144,13 +123,6 @@ def test_weights_in_another_dtype_are_cast(engines):
     stock = ToyRank(0, 1, torch.bfloat16)
     stock.load_weights(checkpoint(1).items())
     assert all(torch.equal(getattr(target.models[0], n), p.float()) for n, p in stock.named_parameters())
-
-
-def test_an_engine_that_was_never_updated_has_nothing_to_share(engines):
-    request = ShareWeightsReq(package_version=__version__, protocol=PROTOCOL)
-    (output,) = engines(1).share(request)
-    assert not output.success
-    assert "not brought by an update" in output.message
 
 
 def test_an_engine_whose_last_update_failed_while_writing_shares_nothing(engines, monkeypatch):
@@ -206,16 +178,6 @@ def test_a_failure_of_the_sharing_engine_reaches_the_other_one(engines, monkeypa
     monkeypatch.setattr("sglang_reshard.trainer.publisher.describe", lambda *_, **__: 1 / 0)
     with shared(source) as mailbox, pytest.raises(Aborted, match="ZeroDivisionError"):
         mailbox.request(30)
-
-
-def test_an_engine_that_leaves_before_it_takes_the_request_is_not_waited_for(engines):
-    source = engines(2)
-    train(source, 1)
-    started = time.monotonic()
-    with shared(source) as mailbox:
-        mailbox.close()
-    assert time.monotonic() - started < 10
-    assert source.differing(1) == []
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -20,7 +20,7 @@ from sglang_reshard.selftest.events import EventReader, EventWriter, Finished, R
 from sglang_reshard.selftest.host import Host
 from sglang_reshard.selftest.layouts import Source, Target, parsed
 from sglang_reshard.selftest.reference import Distance
-from sglang_reshard.selftest.table import advice, print_result
+from sglang_reshard.selftest.table import advice, all_right, print_result
 from sglang_reshard.selftest.verl_steps import judged
 
 SMALL_HOST = Host(gpus=(), gpu_bytes=0, memory_bytes=24 * GIB, cores=2)
@@ -125,6 +125,13 @@ def test_the_table_names_what_is_wrong_and_how_much_faster_an_update_is() -> Non
     print_result(Console(file=out, width=150), rows, ["set nothing"])
     for said in ("50.0 faster", "WRONG engine rank 1: w", "set nothing", "1 of 2 steps are wrong"):
         assert said in out.getvalue()
+
+
+def test_a_run_in_which_no_step_was_judged_is_not_right() -> None:
+    left_out = Row("run", "first update", why="left out: the time was up")
+    assert not all_right([])
+    assert not all_right([left_out])
+    assert all_right([left_out, warm("ipc", 0.02)])
 
 
 def test_a_faster_route_than_the_chosen_one_is_named() -> None:

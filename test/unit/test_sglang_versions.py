@@ -48,15 +48,6 @@ def test_an_older_one_is_refused(version: str) -> None:
 # -- differences; what SGLang has on either side of each
 
 
-def sends(of: str) -> Any:
-    """A tokenizer manager, and what it sends to schedulers, by the old or by the new way."""
-    sent: list[Any] = []
-    old = SimpleNamespace(send_pyobj=sent.append if of == "old" else None)
-    new = {} if of == "old" else {"_dispatch_to_scheduler": sent.append}
-    sglang_versions.send_to_schedulers(SimpleNamespace(send_to_scheduler=old, **new), "message")
-    return sent
-
-
 def kept(**more: Any) -> Any:
     """What is left of two requests when it drops "a", which was not sent."""
     it = SimpleNamespace(rid_to_state={"a": 1, "b": 2}, **more)
@@ -80,8 +71,6 @@ OFFLOADED, NEW = SimpleNamespace(offload_tags={"weights"}), SimpleNamespace
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        (lambda: sends("old"), ["message"]),
-        (lambda: sends("new"), ["message"]),
         (lambda: sglang_versions.weight_version(NEW(server_args=AT_START)), "of the start"),
         (
             lambda: sglang_versions.weight_version(NEW(server_args=AT_START, config_value={"weight_version": "7"}.get)),

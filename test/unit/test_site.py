@@ -33,4 +33,6 @@ def test_a_docstring_has_its_fields_as_a_list_and_its_code_as_code() -> None:
     )
     code = "```python\nsend(1)\n\nsend(2)\n```"
     assert as_markdown(docstring).split("\n\n", 1)[0] == "Sends \\*all\\*."
-    assert as_markdown(docstring).endswith(f"{code}\n\n- `first`, `second`: of a|b \\<name>\n\nRaises `X`.")
+    assert as_markdown(docstring, {"first": "int"}).endswith(
+        f"{code}\n\n- `first: int`, `second`: of a|b \\<name>\n\nRaises `X`."
+    )

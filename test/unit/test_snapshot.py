@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from sglang_reshard.extras.snapshots.writer_files import SnapshotFiles
@@ -56,15 +55,10 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def nobody(rank: int, size: int, requests: Any, *_: Any) -> None:
-    """An engine rank that no update comes to."""
-
-
 def three(trainer: Any, mesh: str, folder: str, options: dict[str, Any]) -> list[Any]:
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     snapshots = Snapshots(sender, folder, **options)
     reports = [snapshots.write(sharded(v, mesh).items(), f"step-{v}") for v in (1, 2, 3)]
-    sender.close()
     return reports
 
 
@@ -78,7 +72,7 @@ def test_each_rank_writes_its_part(tmp_path: Path, mesh: str) -> None:
     others.mkdir(parents=True)
     (others / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {}}')
     options = {"file_bytes": 4000, "copy_from": str(model), "keep": 2}
-    told, _ = run_world(TRAINERS, 0, three, nobody, mesh, str(tmp_path / "snapshots"), options)
+    told, _ = run_world(TRAINERS, 0, three, None, mesh, str(tmp_path / "snapshots"), options)
     folder = tmp_path / "snapshots"
     names = {path.name for path in folder.iterdir()}
     assert names == {"latest", "snapshots.json", "somebody-elses", "step-2", "step-3"}
@@ -96,7 +90,7 @@ def test_each_rank_writes_its_part(tmp_path: Path, mesh: str) -> None:
 
 
 def test_floats_are_cast_and_each_rank_may_list_its_own(tmp_path: Path) -> None:
-    run_world(2, 0, own_tensors, nobody, str(tmp_path))
+    run_world(2, 0, own_tensors, None, str(tmp_path))
     found = load_file(tmp_path / "step" / "model-00001-of-00001.safetensors")
     assert {name: tensor.dtype for name, tensor in found.items()} == {
         "first": torch.bfloat16, "second": torch.bfloat16, "numbers": torch.int64, "nothing": torch.bfloat16
@@ -106,15 +100,14 @@ def test_floats_are_cast_and_each_rank_may_list_its_own(tmp_path: Path) -> None:
 
 
 def own_tensors(trainer: Any, folder: str) -> None:
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     own = [{"first": torch.ones(3)}, {"second": torch.full((3, 5), 1.5), "numbers": torch.arange(7)}][trainer.rank]
     named = {**own, "nothing": torch.empty(0, 4)}
     Snapshots(sender, folder, dtype="bfloat16").write(named.items(), "step", partial=True)
-    sender.close()
 
 
 def failing(trainer: Any, folder: str) -> list[str]:
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     snapshots, weights = Snapshots(sender, folder), sharded(1, "fsdp")
     told = []
 
@@ -134,7 +127,6 @@ def failing(trainer: Any, folder: str) -> list[str]:
             patch.setattr("sglang_reshard.extras.snapshots.of_sender.write_boxes", _broken)
         refused(ReshardError, "broken")
     snapshots.write(weights.items(), "later")
-    sender.close()
     return told
 
 
@@ -147,7 +139,7 @@ def _broken(*_: Any) -> None:
 
 
 def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
-    told, _ = run_world(TRAINERS, 0, failing, nobody, str(tmp_path))
+    told, _ = run_world(TRAINERS, 0, failing, None, str(tmp_path))
     for exists, name, full, broken in told:
         assert "already exists" in exists
         assert "cannot be the name of a snapshot" in name

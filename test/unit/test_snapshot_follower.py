@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reshard.api.remote_engine import RemoteEngine
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, Unsupported
 from sglang_reshard.extras.snapshots.delta_file import CHUNK_BYTES, apply_delta, write_delta
 from sglang_reshard.extras.snapshots.folders import LocalFolder, listed
@@ -27,7 +26,7 @@ from sglang_reshard.extras.snapshots.manifest import DELTA, MANIFEST, decode_sna
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from sglang_reshard.protocol.publication import next_publication
 from support.following import Server
-from support.snapshot_writer import is_whole, weights, write, write_tensors
+from support.snapshot_writer import weights, write, write_tensors
 from support.sweep import examples
 from support.toy_changes import become, sharded, weights_of
 from support.world import run_world
@@ -36,7 +35,7 @@ BF16 = torch.bfloat16
 
 
 def write_with_deltas(trainer: Any, folder: str, versions: range, options: dict[str, Any]) -> list[Any]:
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     snapshots = Snapshots(sender, folder, delta=True, **options)
     shards, reports = sharded(versions[0], BF16), []
     for version in versions:
@@ -44,12 +43,7 @@ def write_with_deltas(trainer: Any, folder: str, versions: range, options: dict[
         handle = snapshots.write_async(shards.items(), f"step-{version}")
         become(shards, 99, BF16)  # while it is written
         reports.append(handle.wait(60))
-    sender.close()
     return reports
-
-
-def nobody(*_: Any) -> None:
-    """An engine rank that no update comes to."""
 
 
 def assert_loaded(loads: Server, version: int) -> None:
@@ -64,20 +58,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with four snapshots of five that were written, with deltas, and the same by fsspec."""
     folder = tmp_path_factory.mktemp("run")
     options = {"file_bytes": 40_000, "keep": 4, "upload": f"file://{folder}/store"}
-    (told, _), _ = run_world(2, 0, write_with_deltas, nobody, str(folder), range(1, 6), options)
+    (told, _), _ = run_world(2, 0, write_with_deltas, None, str(folder), range(1, 6), options)
     assert told[0].delta_bytes is None
     whole = told[0].nbytes
     assert all(0 < report.delta_bytes < whole / 8 for report in told[1:])
     return folder
-
-
-def test_the_newest_is_loaded_and_only_once(run: Path) -> None:
-    loads = Server()
-    follower = SnapshotFollower(run, loads)
-    assert follower.poll() == "step-5"
-    assert_loaded(loads, 5)
-    assert follower.poll() is None
-    assert len(loads.loaded) == 1
 
 
 @pytest.mark.parametrize("where", ["", "store"])
@@ -232,26 +217,23 @@ def test_going_back_is_allowed_where_that_is_asked_for(tmp_path: Path, server: S
     assert follower.poll() is None, "it has that one"
 
 
-def test_weights_of_the_users_own_request_stay_until_a_later_snapshot(
-    tmp_path: Path, server: Server, follower: SnapshotFollower
+@pytest.mark.parametrize(
+    ("changes", "loaded"),
+    [
+        ({"version": "by hand"}, None),
+        ({"version": "default", "publication": 0}, "step-1"),
+        ({"torn": "half of update 8"}, "step-1"),
+    ],
+    ids=["the user's own request", "started again", "torn"],
+)
+def test_a_server_that_lost_its_snapshot_gets_it_again_and_each_gets_a_later_one(
+    tmp_path: Path, server: Server, follower: SnapshotFollower, changes: dict[str, Any], loaded: str | None
 ) -> None:
-    server.version = "by hand"
-    assert follower.poll() is None
+    vars(server).update(changes)
+    assert follower.poll() == loaded
+    assert not server.torn
     write(tmp_path, 2)
     assert follower.poll() == "step-2"
-
-
-def test_a_server_that_was_started_again_gets_the_newest_again(server: Server, follower: SnapshotFollower) -> None:
-    server.version, server.publication = "default", 0
-    assert follower.poll() == "step-1"
-
-
-def test_torn_weights_are_made_good_by_the_snapshot_that_the_server_had(
-    server: Server, follower: SnapshotFollower
-) -> None:
-    server.torn = "half of update 8"
-    assert follower.poll() == "step-1"
-    assert not server.torn
 
 
 def test_a_damaged_newest_snapshot_does_not_put_the_server_back(
@@ -264,28 +246,6 @@ def test_a_damaged_newest_snapshot_does_not_put_the_server_back(
     assert follower.poll() is None
     assert server.version == "step-2"
     assert "is missing" in str(follower.refused["step-3"])
-
-
-def test_a_list_of_0_1_0_is_followed_and_continued(tmp_path: Path, server: Server) -> None:
-    for version in (9, 10):
-        write(tmp_path, version)
-    for name in ("step-9", "step-10"):  # as 0.1.0 has written them
-        path = tmp_path / name / "snapshot.json"
-        content = json.loads(path.read_text())
-        del content["publication"], content["base_publication"]
-        path.write_text(json.dumps(content))
-    (tmp_path / "snapshots.json").write_text('{"names": ["step-9", "step-10"]}')
-    follower = SnapshotFollower(tmp_path, server, tmp_path.with_name("cache-of-0.1.0"))
-    assert follower.poll() == "step-10"
-    whole = follower.read_bytes
-    assert follower.poll() is None
-    write(tmp_path, 11)
-    assert follower.poll() == "step-11"
-    assert follower.read_bytes < whole / 4, "of step-10 there are deltas"
-    server.publication = next_publication()
-    shutil.rmtree(tmp_path / "step-11")
-    (tmp_path / "snapshots.json").write_text('{"names": ["step-9", "step-10"]}')
-    assert follower.poll() is None, "what has no number is older"
 
 
 def test_a_server_that_cannot_be_reached_is_no_fault_of_the_snapshot(tmp_path: Path, server: Server) -> None:
@@ -360,27 +320,6 @@ def test_a_weight_version_of_other_weights_is_no_snapshot(tmp_path: Path, versio
     assert follower.poll() == version
     assert follower.poll() is None
     assert len(server.loaded) == 1
-
-
-def test_copies_of_snapshots_without_numbers_are_apart(tmp_path: Path) -> None:
-    """As 0.1.0 has written them. A server may still read the first one."""
-    run, cache = tmp_path / "run", tmp_path / "cache"
-    follower = SnapshotFollower(run, Server(), cache)
-    for version in (1, 2):
-        write(run, version, delta=False)
-        edit(run / f"step-{version}" / MANIFEST, publication=0)
-    copies = []
-    for names in (["step-1"], ["step-1", "step-2"]):
-        (run / "snapshots.json").write_text(json.dumps({"names": names}))
-        before = set(cache.glob("copy-*"))
-        assert follower.poll() == names[-1]
-        copies += set(cache.glob("copy-*")) - before
-    assert [json.loads((copy / MANIFEST).read_text())["name"] for copy in copies] == ["step-1", "step-2"]
-    assert all(map(is_whole, copies))
-
-
-def edit(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 # -- deltas

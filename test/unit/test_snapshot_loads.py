@@ -65,8 +65,15 @@ def serve(
         output = receiver.update(request)
         states.append((receiver.torn, {name: bits(p) for name, p in model.named_parameters()}))
         requests.answer(output)
-    states.append(len([fd for fd in Path("/proc/self/fd").iterdir() if str(folder) in os.path.realpath(fd)]))
+    states.append(sum(str(folder) in path for path in map(_opened, os.listdir("/proc/self/fd"))))
     return states
+
+
+def _opened(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:  # another thread has closed it
+        return ""
 
 
 class Overlapping(torch.nn.Module):
@@ -211,31 +218,6 @@ def test_what_is_wrong_is_refused_by_name_and_old_weights_stay(tmp_path: Path, c
     if len(states[0]) == 4:  # engine ranks have heard of it
         assert_version(states, 1, 1, torch.float32)
     assert_version(states, len(states[0]) - 2, 3, torch.float32)
-
-
-def without_sums(folder: Path) -> None:
-    """As 0.1.0 has written it."""
-    path = folder / "step-2" / "snapshot.json"
-    listed = json.loads(path.read_text())
-    for file in listed["files"].values():
-        file.pop("sums", None), file.pop("table", None)
-    path.write_text(json.dumps(listed))
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_snapshot_without_checksums_is_compared_by_the_hash_of_its_files(tmp_path: Path, damaged: bool) -> None:
-    for version in (1, 2):
-        write_tensors(tmp_path, f"step-{version}", checkpoint(version), file_bytes=3000)
-    without_sums(tmp_path)
-    if damaged:
-        path = next((tmp_path / "step-2").glob("model-00002*.safetensors"))
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-    outputs, states = run(tmp_path, [1, 2], staged=False)
-    assert outputs[1].success != damaged
-    assert not damaged or "SHA-256" in outputs[1].message
-    assert_version(states, 1, 1 if damaged else 2, torch.float32)
 
 
 def test_open_files_stay_what_they_were_or_are_refused(tmp_path: Path) -> None:

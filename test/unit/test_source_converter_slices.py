@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import FusedSlice, describe, fused_slices
-from test_placements import as_rank
+from support.dtensors import as_rank
 
 EXPERTS, INNER, HIDDEN = 3, 4, 5
 SHAPE = (EXPERTS, 2 * INNER, HIDDEN)
@@ -64,11 +64,6 @@ def test_views_and_copies(make):
     assert seen == [(0, (1, *SHAPE[1:]), "meta")], "one row, once"
 
 
-def test_transposed_slices():
-    for make in (torch.t, lambda half: half.t().contiguous()):
-        assert fused_slices(transposed(), SHAPE, gate_up(make)) == expected((2, 1))
-
-
 def test_a_slice_that_keeps_the_dimension_of_the_rows():
     names = [(f"experts.{e}", (1, 2 * INNER, HIDDEN)) for e in range(EXPERTS)]
     parts = fused_slices(names, SHAPE, lambda first, segment: [(f"experts.{first}", segment)])
@@ -78,12 +73,14 @@ def test_a_slice_that_keeps_the_dimension_of_the_rows():
 @pytest.mark.parametrize(
     "make",
     [
+        torch.t,
+        lambda half: half.t().contiguous(),
         lambda half: half.t().clone().flatten().view(HIDDEN, INNER),  # a copy that is then taken for contiguous
         lambda half: torch.stack(list(half.t())),
         lambda half: half.new_empty(HIDDEN, INNER).copy_(half.t()),
     ],
 )
-def test_converters_that_move_data(make):
+def test_converters_that_transpose_or_move_data(make):
     assert fused_slices(transposed(), SHAPE, gate_up(make)) == expected((2, 1))
 
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from sglang_reshard.extras import finite
+from sglang_reshard.extras.finite import not_finite
 from sglang_reshard.layout.source_layout import compute_shard_map
-from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor, describe, finite
-from sglang_reshard.sources.finite import not_finite
+from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor, describe
 from support.largest import LargestResult
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

@@ -11,23 +11,12 @@ from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.layout.shard_map import ExplicitSharding, invalid_reason
 from sglang_reshard.sources import FlatBuffer, FlatMember, FusedSlice, FusedTensor, describe
-from sglang_reshard.sources.flat import flat_boxes, flat_shard_map
+from sglang_reshard.sources.flat import flat_shard_map
 from support.plans import assembled_states
 from support.sweep import examples
 
 NAN = float("nan")
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
-
-
-@given(shapes, st.data())
-def test_boxes_of_a_range_are_its_elements_in_order(shape, data):
-    numel = math.prod(shape)
-    begin = data.draw(st.integers(0, numel))
-    end = data.draw(st.integers(begin, numel))
-    tensor = torch.arange(numel).view(shape)
-    boxes = list(flat_boxes(shape, begin, end))
-    assert [x for box in boxes for x in tensor[box.slices()].flatten().tolist()] == list(range(begin, end))
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
 @st.composite

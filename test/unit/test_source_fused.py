@@ -17,7 +17,6 @@ from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.shard_map import invalid_reason
 from sglang_reshard.layout.source_layout import EXPLICIT, compute_shard_map
-from sglang_reshard.plan import TensorIndex
 from sglang_reshard.sources import (
     ExplicitSharding,
     FusedSlice,
@@ -31,8 +30,9 @@ from sglang_reshard.sources import (
     fused,
     slice_of,
 )
+from support.dtensors import as_rank
+from support.plans import assembled_states
 from support.sweep import examples
-from test_placements import as_rank, assembled
 
 EXPERTS, INNER, HIDDEN = 6, 4, 10
 
@@ -67,6 +67,16 @@ def box_of(part, tensor):
     box = tensor[tuple(a if axis in gone else slice(a, b) for axis, (a, b) in enumerate(bounds))]
     kept = sorted(part.axes)
     return box.permute([kept.index(axis) for axis in part.axes])
+
+
+def assembled(held, rank, tensor):
+    """Returns a rank's local tensor, cut from the whole tensor by its shards."""
+    local = torch.full(held.min_local_shape(rank) or (0,) * tensor.dim(), -1, dtype=tensor.dtype)
+    for shard in held.shards:
+        if rank in shard.ranks:
+            stop = (a + n for a, n in zip(shard.local_start, shard.box.shape, strict=True))
+            local[tuple(slice(a, b) for a, b in zip(shard.local_start, stop, strict=True))] = tensor[shard.box.slices()]
+    return local
 
 
 @settings(max_examples=examples(300))
@@ -177,32 +187,12 @@ def test_experts_are_views_of_the_fused_tensors_in_one_layout(way):
     assert all(state.layout == layout for state in states)
     assert layout.meshes == ()
     assert {t.mesh for t in layout.tensors} == {EXPLICIT}
+    found = assembled_states(states)
     for layer in range(3):
         gate_up, down = wholes(layer)
         for e in range(EXPERTS):
             parts = {"gate": gate_up[e, :INNER], "up": gate_up[e, INNER:], "down": down[e]}
-            for name, expected in parts.items():
-                number = [t.name for t in layout.tensors].index(f"layers.{layer}.experts.{e}.{name}")
-                held = layout.shard_map(layout.tensors[number])
-                for shard in held.shards:
-                    for rank in shard.ranks:
-                        inside = held.to_local(shard, Region.of(shard.box))
-                        assert torch.equal(inside.view(states[rank].shards[number]), expected[shard.box.slices()])
-
-
-def test_layers_share_shard_maps_and_are_computed_once():
-    layouts = []
-    for layers in (1, 10):
-        fused._local_slices.cache_clear()
-        with as_rank(1, 4):
-            given = given_by(init_device_mesh("cpu", (4,)), [Shard(0)], layers)
-            layouts.append(describe(given, trainer_rank=1, global_ranks=(0, 1, 2, 3)).layout)
-        assert fused._local_slices.cache_info().misses == 2
-    assert layouts[0].explicit == layouts[1].explicit
-    # Two experts a rank, gate and up alike, and down.
-    assert len(layouts[0].explicit) == 6
-    assert len(TensorIndex.of(layouts[1]).classes) == 6
-    assert [len(layout.tensors) for layout in layouts] == [3 * EXPERTS, 30 * EXPERTS]
+            assert all(torch.equal(found[f"layers.{layer}.experts.{e}.{name}"], parts[name]) for name in parts)
 
 
 def test_a_fused_layout_is_as_small_on_the_wire_as_one_of_separate_experts():

@@ -11,7 +11,7 @@ from torch import nn
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.sources import FlatBuffer, FlatMember, adapter_config, adapter_tensors, base_tensors, lora
-from sglang_reshard.sources.lora_config import check_base, with_base
+from sglang_reshard.sources.lora_config import check_base
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 
 PAIR = ("lora_A.default.weight", "lora_B.default.weight")
@@ -198,17 +198,6 @@ def test_what_is_accepted_is_what_sglang_computes(options):
     torch.testing.assert_close(served(base, model, adapter_config(model)), expected)
     saved = model.peft_config["default"].to_dict()  # as in adapter_config.json
     assert adapter_config(json.loads(json.dumps(saved, default=list))) == adapter_config(model)
-
-
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
-def test_an_adapter_that_changed_the_base_needs_that_base(init):
-    base, model = trained({"init_lora_weights": init})
-    config = adapter_config(model)
-    with pytest.raises(Unsupported, match=f"init_lora_weights='{init}' has changed .* base=base_tensors"):
-        SenderOptions(lora=LoraAdapter("policy", config))
-    SenderOptions(lora=LoraAdapter("policy", with_base(config)))
-    base.load_state_dict(dict(base_tensors(model)))
-    torch.testing.assert_close(served(base, model, with_base(config)), model(INPUT))
 
 
 def test_the_base_is_that_of_all_adapters():

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.sources import FlatBuffer, FlatMember, adapter_config, adapter_tensors, base_tensors, describe, lora
-from test_placements import as_rank
+from sglang_reshard.sources import FlatBuffer, FlatMember, adapter_config, adapter_tensors, base_tensors, lora
 
 EXPERTS, OUTPUTS, INPUTS, RANK = 3, 10, 4, 2
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -38,32 +37,6 @@ def adapted(parameters, experts=Experts, **options):
         r=RANK, lora_alpha=8, target_parameters=parameters, target_modules=[], init_lora_weights=False, **options
     )
     return peft.get_peft_model(Model(experts), config)
-
-
-def wrappers(model):
-    return {part.parameter_name: part for part in model.modules() if hasattr(part, "parameter_name")}
-
-
-@pytest.mark.parametrize("rooted", [False, True])
-def test_each_expert_gets_its_own_matrices(rooted):
-    model = adapted(BOTH, use_rslora=rooted)
-    given = adapter_tensors(model)
-    with as_rank(0, 1):
-        state = describe(given, trainer_rank=0, global_ranks=(0,))
-    shards = {tensor.name: shard for tensor, shard in zip(state.layout.tensors, state.shards, strict=True)}
-    assert len(shards) == 2 * 2 * EXPERTS
-    config = json.loads(adapter_config(model))
-    assert config["target_modules"] == ["down_proj", "gate_up_proj"]
-    for parameter, wrapper in wrappers(model).items():
-        added = wrapper.get_delta_weight("default")
-        for expert in range(EXPERTS):
-            name = f"base_model.model.mlp.experts.{expert}.{parameter}"
-            a, b = (shards[f"{name}.lora_{matrix}.weight"] for matrix in "AB")
-            assert (a.shape[0], b.shape[1]) == (RANK, RANK)
-            torch.testing.assert_close(config["lora_alpha"] / config["r"] * (b @ a), added[expert])
-    memory = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    assert all(shard.untyped_storage().data_ptr() in memory for shard in shards.values()), "nothing is copied"
-    assert all(a[2] is b[2] for a, b in zip(given, adapter_tensors(model), strict=True)), "nothing has changed"
 
 
 def test_base_weights_keep_their_names_under_several_wrappers():

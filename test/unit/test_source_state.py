@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.sources import describe, tied_names
-from test_placements import as_rank
+from support.dtensors import as_rank
 
 
 def described(named, rank=0, size=2):
@@ -22,6 +22,12 @@ def on_mesh(local, placements, shape=None):
     mesh = DeviceMesh("cpu", torch.arange(2))
     stride = torch.empty(shape, device="meta").stride() if shape else None
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+@pytest.mark.parametrize("given", [torch.nn.Linear(2, 2).parameters(), torch.ones(2, 2)])
+def test_tensors_without_names_are_one_sentence(given):
+    with pytest.raises(Mismatch, match=r"tensors without names; pass the model, model.named_parameters\(\) or"):
+        described(given)
 
 
 def test_shards_are_the_memory_itself():
@@ -125,6 +131,47 @@ def test_shard_specs_are_refused_by_name_and_trainer_rank():
     spec = SimpleNamespace(full_shape=(4,), mesh=None, placements=(), place=(0, 2))
     with pytest.raises(Unsupported, match=r"trainer rank 1: w: its ShardSpec has an explicit `place`"):
         described([("w", torch.ones(2), spec)], rank=1)
+
+
+# -- meshes
+
+
+def as_dtensor(mesh):
+    return (distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)], src_data_rank=None),)
+
+
+def with_a_shard_spec(mesh):
+    return torch.zeros(4), SimpleNamespace(full_shape=(4, 2), mesh=mesh, placements=(Shard(0),))
+
+
+@pytest.mark.parametrize("given", [as_dtensor, with_a_shard_spec])
+def test_a_tensor_on_the_tp_part_of_a_mesh_is_replicated_over_the_rest(given):
+    layouts = []
+    for rank in range(4):
+        with as_rank(rank, 4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            state = describe([("w", *given(mesh["tp"]))], trainer_rank=rank, global_ranks=(0, 1, 2, 3))
+            assert state.shards[0].shape == (2, 2)
+            layouts.append(state.layout)
+    assert all(layout == layouts[0] for layout in layouts)
+    shards = layouts[0].shard_map(layouts[0].tensors[0]).shards
+    assert [(p.box.start, p.ranks) for p in shards] == [((0, 0), (0, 2)), ((2, 0), (1, 3))]
+
+
+def test_a_mesh_with_ranks_outside_the_update_is_refused():
+    with as_rank(0, 4):
+        mesh = DeviceMesh("cpu", torch.arange(4))
+        sharded = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)], src_data_rank=None)
+        with pytest.raises(Unsupported, match="hold only 4 of its 8 elements"):
+            describe([("w", sharded)], trainer_rank=0, global_ranks=(0, 1))
+
+
+def test_a_name_passed_twice_and_no_tensors_are_refused():
+    with as_rank(0, 1):
+        with pytest.raises(Mismatch, match="passed twice"):
+            describe([("w", torch.zeros(1)), ("w", torch.zeros(1))], trainer_rank=0, global_ranks=(0,))
+        with pytest.raises(Mismatch, match="no tensors"):
+            describe([], trainer_rank=0, global_ranks=(0,))
 
 
 # -- tied weights

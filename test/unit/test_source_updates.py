@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
-from sglang_reshard.sources import named_shards
 from support.left_behind import torch_segments
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
@@ -157,7 +155,7 @@ def write(state, version, dtype):
 
 def train(trainer, live_dtype, ways):
     for way, dtype in ways:
-        sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=500, timeout_s=30)
+        sender = trainer.sender(bucket_bytes=500)
         state = globals()[way](trainer.size, dtype)
         for version in (1, 2):
             write(state, version, dtype)
@@ -207,24 +205,3 @@ def test_every_way_to_hold_a_shard_in_its_own_dtype_and_from_bfloat16():
 
 
 # -- a root that is unsharded: evaluated, then stepped, then sent
-
-
-def train_after_an_evaluation(trainer, live_dtype):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
-    policy = MixedPrecisionPolicy(param_dtype=BF16)
-    model = fully_sharded(trainer.size, FP32, mp_policy=policy)
-    model()
-    kinds = {type(p).__name__ for p in model.parameters()}
-    write(dict(named_shards(model)), 1, FP32)  # an optimizer's step: it holds the sharded parameters
-    first = sender.update(model.named_parameters(), weight_version="evaluated/float32/1")
-    model.reshard()
-    write(dict(model.named_parameters()), 2, FP32)
-    second = sender.update(named_shards(model), weight_version="evaluated/float32/2")
-    sender.close()
-    return kinds, "plan" in first.seconds, "plan" in second.seconds
-
-
-def test_an_unsharded_root_sends_its_masters_and_keeps_the_plan():
-    told, served = run_world(3, 2, train_after_an_evaluation, serve, FP32)
-    assert told == [({"Parameter", "DTensor"}, True, False)] * 3
-    assert served == [([], 2)] * 2

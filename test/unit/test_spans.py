@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("opentelemetry.sdk")
 
-from sglang_reshard.api.weight_sender import WeightSender
 from support.refusals import refusal_of
 from support.toy import ToyRank, checkpoint
 from support.toy_serving import receiver_of
@@ -27,11 +26,10 @@ def train(trainer: Any) -> dict[str, Any]:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     for version in ("refused", "2"):
         refused = refusal_of(lambda v=version: sender.update(checkpoint(1), weight_version=v))  # type: ignore[misc]
         assert refused[0] == ("EngineRefused" if version == "refused" else "")
-    sender.close()
     spans = [span for span in exporter.get_finished_spans() if span.name == "reshard.update"]
     return {
         span.attributes["sglang_reshard.version"]: (span.status.status_code.name == "ERROR", span.context.trace_id)

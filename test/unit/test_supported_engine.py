@@ -36,18 +36,6 @@ def test_an_engine_that_can_be_updated(options: dict[str, Any]) -> None:
     assert unsupported_reason(arguments(**options)) == ""
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"kt_weight_path": "/experts"}, "kt_weight_path=/experts"),
-        ({"enable_flexkv": True}, "enable_flexkv: "),
-        ({"dcp_replicate_q_proj": True}, "dcp_replicate_q_proj: "),
-    ],
-)
-def test_a_mode_that_cannot_work_is_named(options: dict[str, Any], names: str) -> None:
-    assert unsupported_reason(arguments(**options)).startswith(names)
-
-
 @pytest.mark.parametrize(("value", "refused"), [("1", True), ("True", True), ("yes", True), ("0", False), ("", False)])
 def test_the_rust_server_is_named(monkeypatch: pytest.MonkeyPatch, value: str, refused: bool) -> None:
     monkeypatch.setenv("SGLANG_RUST_SERVER", value)

@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch
 from sglang_reshard import tasks
 from sglang_reshard.gpu import runtime as gpu
 from sglang_reshard.observability.logs import get_logger, log_context
+from sglang_reshard.protocol.messages import EngineCommand, Start, UpdateResults
+from sglang_reshard.trainer.worker import TrainerWorker
 
 GPU_3 = torch.device("cuda", 3)
 SPAN = contextvars.ContextVar("span", default="none")  # as OpenTelemetry keeps the current one
@@ -58,6 +61,23 @@ def test_a_task_has_the_callers_gpu_log_attributes_and_span(gpus, caplog):
     assert (name, span) == ("sglang-reshard looking", "update 7")
     assert device == (GPU_3 if gpus.uses_gpu() else torch.device("cuda", 0))
     assert [(r.update, r.rank) for r in caplog.records] == [(7, "trainer rank 1")]
+
+
+def test_each_engines_thread_uses_the_callers_gpu(gpus):
+    """Point 18 of the rules of GPUs: a trainer rank has one, and a new thread starts at GPU 0."""
+    gpus._current.device = GPU_3
+    seen = {}
+
+    def transfers(engine):
+        return SimpleNamespace(execute=lambda *_: seen.update({engine: gpus.current_device()}), abort=None)
+
+    scope = SimpleNamespace(on_abort=lambda _: None, leave=lambda: None)
+    messages = [*(EngineCommand(engine, Start("t")) for engine in (0, 1)), UpdateResults({})]
+    worker = TrainerWorker(None, 0, 1, 1.0, {})
+    worker.set_engines((0, 1))
+    worker._of = transfers
+    worker.run(SimpleNamespace(engine=lambda _: scope, messages=lambda _: messages, update=1), object(), lambda: ())
+    assert seen == dict.fromkeys((0, 1), GPU_3 if gpus.uses_gpu() else torch.device("cuda", 0))
 
 
 def test_what_a_task_raises_is_raised_to_whoever_waits_and_kept_by_nobody_else():

@@ -5,7 +5,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.sources import describe
 from sglang_reshard.trainer import publisher
@@ -40,7 +39,7 @@ def told_by(update):
 
 
 def train_apart(trainer, how):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport="p2p")
+    sender = trainer.sender(transport="p2p")
     state = sharded(checkpoint(1))
 
     def update():
@@ -55,7 +54,6 @@ def train_apart(trainer, how):
     told.append(told_by(update))
     become(state, 4)
     told.append(told_by(update))
-    sender.close()
     return told
 
 
@@ -74,12 +72,11 @@ def test_it_is_compared_in_every_update_and_refused_by_the_rank_that_differs(how
 
 
 def train_incomparable(trainer, kind):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     state = sharded(checkpoint(1), Replicate() if kind == "sharding" else Shard(0))
     if kind == "dtype":
         state[HEAD] = state[HEAD].to(torch.bfloat16)
     told = told_by(lambda: sender.update(state))
-    sender.close()
     return told
 
 

@@ -32,11 +32,6 @@ READ_WHERE_USED = {
 }
 
 
-@pytest.mark.parametrize("name", torch_private.NEEDED)
-def test_this_torch_has(name: str) -> None:
-    assert torch_private.missing([name]) == []
-
-
 @pytest.mark.parametrize("name", torch_private.NEEDED_ON_GPUS)
 @pytest.mark.skipif(not torch.version.cuda, reason="this torch is not built for CUDA")
 def test_this_torch_has_for_gpus(name: str) -> None:

@@ -9,9 +9,9 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.gaps import check_coverage
 from sglang_reshard.trace.geometry import Geometry, IndexMap
-from sglang_reshard.trace.lazy_tensor import CheckpointTensor
+from sglang_reshard.trace.lazy_tensor import CheckpointTensor, Record
 from sglang_reshard.trace.live import live_storages
-from sglang_reshard.trace.memory import Record
+from sglang_reshard.trace.loader import Loader
 from sglang_reshard.trace.program import MayStay
 from sglang_reshard.trace.stock_load import StockLoad
 from support.sweep import examples
@@ -59,9 +59,9 @@ def test_every_element_of_a_parameter_is_written_once(tiling, gap):
     counts = torch.zeros(rows * COLUMNS)
     for geometry in writes:
         counts.as_strided(geometry.size, geometry.stride, geometry.offset).add_(1)
-    stock = StockLoad((), records, None, lambda *_: (), MayStay())
+    stock = StockLoad(Loader(model), (), records, None, MayStay())
     if bool((counts[int(gap) :] == 0).any()) or bool((counts > 1).any()):
         with pytest.raises(Unsupported, match=r"not written|more than once"):
-            check_coverage(model, storages, records, (), stock, lambda name: False)
+            check_coverage(storages, records, stock)
     else:
-        check_coverage(model, storages, records, (), stock, lambda name: False)
+        check_coverage(storages, records, stock)

@@ -115,20 +115,6 @@ def test_what_is_left_of_a_box(data):
     assert pairs_of(parts, shape) == pairs_of([box], shape)
 
 
-def test_interleaved_heads_are_one_box_a_head():
-    """view(heads, 3, d)[:, 0] of a fused QKV weight: the outer of two loops along one dimension is unrolled."""
-    fused = torch.empty(4 * 3 * 8, 16)
-    query = fused.view(4, 3, 8, 16)[:, 0]
-    boxes = to_boxes(IndexMap.flattening(geometry_of(query)), tuple(fused.shape))
-    assert [x.start for x in boxes] == [(0, 0), (24, 0), (48, 0), (72, 0)]
-    assert {x.size for x in boxes} == {(8, 16)}
-
-
-def test_every_other_row_stays_one_box():
-    boxes = to_boxes(IndexMap.flattening(geometry_of(torch.empty(2, 8, 4)[:, 1::2])), (2, 8, 4))
-    assert [(x.start, x.size, x.step) for x in boxes] == [((0, 1, 0), (2, 4, 4), (1, 2, 1))]
-
-
 def test_a_map_of_too_many_boxes_is_refused():
     index_map = IndexMap(0, 0, (Loop(70_000, 3, 1), Loop(2, 1, 100_000)))
     with pytest.raises(TooFragmented):

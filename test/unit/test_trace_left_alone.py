@@ -172,15 +172,6 @@ def test_a_buffer_stays_by_either_of_its_names(name):
     assert program.kept == ("layers.0.scalar", "layers.1.scalar")
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_buffer_that_the_loader_does_not_know_need_not_be_sent(strict):
-    model = Model(buffers=False, strict=strict)
-    with torch.no_grad():
-        for layer in model.layers:
-            layer.fused = torch.nn.Parameter(layer.fused[:SIZE].clone())
-    trace(model, specs_of(weights_of("weight", "half", "gain", "zeros")))
-
-
 def test_other_buffers_that_the_checkpoint_fills_are_found_with_it():
     model, headers = Model(), weights_of(*CHECKPOINT)
     for i in range(2):

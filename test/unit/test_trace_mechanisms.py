@@ -27,17 +27,45 @@ def only_copies(program):
     return not program.steps and not program.scratch_bytes
 
 
-# ---- pure movement: copies and nothing else
-
-
-def test_slices_of_a_fused_parameter():
+@pytest.mark.parametrize(
+    ("copied", "shape", "shapes", "expected"),
+    [
+        (lambda w, q, k: [(w[:4], q.narrow(0, 4, 4)), (w.narrow(0, 4, 2), k)], (6, 8), [(8, 8), (2, 8)], (2, 0, 0)),
+        (
+            lambda w, qkv: [
+                (part, heads.reshape(8, 8))
+                for part, heads in zip(w.chunk(3), qkv.view(4, 3, 2, 8).unbind(1), strict=True)
+            ],
+            (24, 8),
+            [(24, 8)],
+            (12, 0, 0),
+        ),
+        (lambda w, both: [(w[:, :4], both[..., ::2]), (w[:, 4:], both[..., 1::2])], (3, 8), [(3, 8)], (2, 0, 0)),
+        # DeepSeek's fused A projections: two tensors are joined, and a shard of the whole is taken.
+        (lambda w, a, b: [(w, torch.cat([a, b], dim=0).narrow(0, 2, 4))], (4, 8), [(4, 8), (4, 8)], (2, 0, 0)),
+        # A small expansion becomes copies, and a large one is computed from one.
+        (lambda w, t: [(w, t)], (4, 8), [(8,)], (4, 0, 0)),
+        (lambda w, t: [(w, t)], (100, 8), [(8,)], (1, 1, 16)),
+        # Operands land in scratch, and of a tensor only the part that is read; what is not computed is copied.
+        (lambda w, a, s: [(w, (a.float() * s[:, None] - 1).to(BF16))], (4, 8), [(4, 8), (4,)], (2, 1, 72)),
+        (lambda w, t: [(w, t[2:4] * 2)], (2, 8), [(100, 8)], (1, 1, 32)),
+        (lambda w, a, b: [(w, torch.cat([a, b * 2]))], (4, 8), [(2, 8), (2, 8)], (2, 1, 32)),
+        (lambda w, t: zip(w.chunk(2), sorted_and_order(t), strict=True), (4, 8), [(2, 8)], (1, 2, 32)),
+    ],
+)
+def test_what_is_copied_is_so_many_copies_steps_and_bytes_of_scratch(copied, shape, shapes, expected):
     def load(w, ws):
-        w.data[:4].copy_(ws["q"].narrow(0, 4, 4))
-        w.data.narrow(0, 4, 2).copy_(ws["k"])
+        for target, source in copied(w.data, *ws.values()):
+            target.copy_(source)
 
-    program = one(load, (6, 8), q=random(8, 8), k=random(2, 8, seed=1))
-    assert only_copies(program)
-    assert [(c.source, c.region.start, c.offset) for c in program.copies] == [("q", (4, 0), 0), ("k", (0, 0), 32)]
+    program = one(load, shape, **{f"t{n}": random(*of, seed=n) for n, of in enumerate(shapes)})
+    assert (len(program.copies), len(program.steps), program.scratch_bytes) == expected
+
+
+def sorted_and_order(t):
+    """An operator with several results, one of which is read by a constant."""
+    values, order = torch.sort(t, dim=1)
+    return values, order[:, torch.arange(7, -1, -1)].to(BF16)
 
 
 @pytest.mark.parametrize(
@@ -59,45 +87,9 @@ def test_views_and_rearrangements(view):
     one(lambda w, ws: w.data.copy_(view(ws["t"])), (12, 8), t=random(8, 12))
 
 
-def test_interleaved_heads():
-    def load(w, ws):
-        heads = ws["qkv"].view(4, 3, 2, 8)
-        for i in range(3):
-            w.data[i * 8 : (i + 1) * 8].copy_(heads[:, i].reshape(8, 8))
-
-    program = one(load, (24, 8), qkv=random(24, 8))
-    assert only_copies(program)
-    assert len(program.copies) == 12
-
-
-def test_interleaved_gate_and_up_stay_strided():
-    def load(w, ws):
-        w.data[:, :4].copy_(ws["gate_up"][..., ::2])
-        w.data[:, 4:].copy_(ws["gate_up"][..., 1::2])
-
-    program = one(load, (3, 8), gate_up=random(3, 8))
-    assert only_copies(program)
-    assert [c.region.step for c in program.copies] == [(1, 2), (1, 2)]
-
-
 def test_strided_parameters():
     make = lambda: Toy(lambda m, ws: [m.w.data.copy_(w) for _, w in ws], w=torch.empty(8, 6).t())  # noqa: E731
     assert only_copies(check(make, {"t": random(6, 8, dtype=torch.float32)}))
-
-
-def test_parts_of_a_concatenation():
-    """DeepSeek's fused A projections: two tensors are kept, joined, and a shard of the whole is taken."""
-
-    def load(w, ws):
-        joined = torch.cat([ws["a"], ws["b"]], dim=0)
-        w.data.copy_(joined.narrow(0, 2, 4))
-
-    program = one(load, (4, 8), a=random(4, 8), b=random(4, 8, seed=1))
-    assert only_copies(program)
-    assert [(c.source, c.region.start, c.region.count) for c in program.copies] == [
-        ("b", (0, 0), (2, 8)),
-        ("a", (2, 0), (2, 8)),
-    ]
 
 
 def test_a_buffer_that_the_loader_fills_part_by_part():
@@ -136,18 +128,6 @@ def test_a_copy_is_a_copy():
         w.data[4:].copy_(kept[:2])
 
     one(load, (6, 8), t=random(4, 8))
-
-
-def test_small_expansions_become_copies():
-    program = one(lambda w, ws: w.data.copy_(ws["t"]), (4, 8), t=random(8))
-    assert only_copies(program)
-    assert len(program.copies) == 4
-
-
-def test_large_expansions_are_computed_from_one_copy():
-    program = one(lambda w, ws: w.data.copy_(ws["t"]), (100, 8), t=random(8))
-    assert len(program.copies) == 1
-    assert program.scratch_bytes == 16
 
 
 # ---- casts
@@ -277,37 +257,6 @@ def test_in_place_update_of_a_loaded_parameter():
         w.data[2:].mul_(3)
 
     one(load, (4, 8), t=random(4, 8))
-
-
-def test_expressions_land_their_operands_in_scratch():
-    def load(w, ws):
-        w.data.copy_((ws["a"].float() * ws["s"][:, None] - 1).to(BF16))
-
-    program = one(load, (4, 8), a=random(4, 8), s=random(4, dtype=torch.float32))
-    assert {c.target.split("/")[0] for c in program.copies} == {"scratch"}
-    assert program.scratch_bytes == 4 * 8 * 2 + 4 * 4
-
-
-def test_only_the_part_that_is_read_goes_to_scratch():
-    program = one(lambda w, ws: w.data.copy_(ws["t"][2:4] * 2), (2, 8), t=random(100, 8))
-    assert program.scratch_bytes == 2 * 8 * 2
-
-
-def test_a_concatenation_of_copied_and_computed_parts():
-    def load(w, ws):
-        w.data.copy_(torch.cat([ws["a"], ws["b"] * 2]))
-
-    program = one(load, (4, 8), a=random(2, 8), b=random(2, 8, seed=1))
-    assert {(c.source, c.target) for c in program.copies} == {("a", "w"), ("b", "scratch/0")}
-
-
-def test_operators_with_several_results_and_constants():
-    def load(w, ws):
-        values, order = torch.sort(ws["t"], dim=1)
-        w.data[:2].copy_(values)
-        w.data[2:].copy_(order[:, torch.arange(7, -1, -1)].to(BF16))
-
-    one(load, (4, 8), t=random(2, 8))
 
 
 def test_one_parameter_copied_to_another():

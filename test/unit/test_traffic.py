@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control.connection import FrameReader, FrameWriter
 from support.toy import ToyRank, checkpoint
 from support.toy_serving import receiver_of
@@ -89,11 +88,10 @@ def train(trainer, transport):
         name: distribute_tensor(tensor, mesh, placements.get(name, [Shard(0)]), src_data_rank=None)
         for name, tensor in checkpoint(1, hidden=HIDDEN).items()
     }
-    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=BUCKET, transport=transport)
+    sender = trainer.sender(timeout_s=120, bucket_bytes=BUCKET, transport=transport)
     counters = Counters()
     report = sender.update(state.items())
     seen = report, counters.collectives, counters.store, counters.forbidden
-    sender.close()
     return seen
 
 

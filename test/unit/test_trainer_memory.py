@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine import trainer_memory
 from sglang_reshard.engine.trainer_memory import TrainerMemory
 from sglang_reshard.gpu.runtime import CudaRuntime, use
@@ -81,7 +80,7 @@ def test_old_memory_is_unmapped_before_a_new_handle_is_tried(seen):
 
 
 def train(trainer):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     found = []
     state = State((2,), "fsdp", torch.float32)
     for version in (1, 2, 3):
@@ -91,7 +90,6 @@ def train(trainer):
         report = sender.update(state.given, weight_version=str(version))
         assert all(rank.received_bytes == rank.least_bytes for rank in report.engine_ranks)
         found.append((report.transport, report.transport_reason))
-    sender.close()
     return found
 
 
@@ -130,12 +128,11 @@ class Pinned(CudaRuntime):
 
 def train_offloaded(trainer: Any, transport: str) -> list[str]:
     use(Pinned())
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport=transport)
+    sender = trainer.sender(transport=transport)
     offloaded, transports = [], []
     for version in (1, 2):
         offloaded.append(checkpoint(version))  # those of the last step may live on
         transports.append(sender.update(offloaded[-1].items(), verify="full").transport)
-    sender.close()
     return transports
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import EngineRefused, Mismatch, Unsupported
 from support.nixl_env import needs_nixl, use_nixl
 from support.refusals import refusal_of
@@ -17,13 +16,12 @@ from support.world import run_world
 def train(trainer, mesh_shape, kind, transport, _live_dtype=None):
     if transport == "nixl":
         use_nixl()
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport=transport)
+    sender = trainer.sender(transport=transport)
     state = State(mesh_shape, kind, torch.float32)
     reports = []
     for version, options in enumerate(({}, {"verify": "full"}, {"verify": "sample", "staged": True}), start=1):
         state.become(version)
         reports.append(sender.update(state.given, weight_version=str(version), **options))
-    sender.close()
     return reports
 
 
@@ -74,7 +72,7 @@ def test_weights_are_cast_where_they_arrive(transport):
 
 
 def train_with_names_that_are_not_read(trainer):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     state = checkpoint(1)
     head, ignored = ("lm_head.weight", state["embed.weight"].detach()), ("rotary.inv_freq", torch.ones(3))
     messages = [
@@ -82,7 +80,6 @@ def train_with_names_that_are_not_read(trainer):
         sender.update([*state.items(), head]).message,
     ]
     refused = refusal_of(lambda: sender.update([*state.items(), ("lm_head.bias", torch.zeros(3))]))
-    sender.close()
     return messages, refused
 
 
@@ -98,7 +95,7 @@ def test_names_to_ignore_and_a_tied_head_are_told_and_another_unread_name_is_ref
 
 
 def train_mistaken(trainer, mistake):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=5)
+    sender = trainer.sender(timeout_s=5)
     state = checkpoint(1)
     if mistake == "order" and trainer.rank == 1:
         state = dict(reversed(state.items()))
@@ -111,7 +108,6 @@ def train_mistaken(trainer, mistake):
     if mistake == "meta" and trainer.rank == 1:
         state["norm.weight"] = torch.zeros(16, device="meta")
     told = None if mistake == "absent" and trainer.rank == 1 else refusal_of(lambda: sender.update(state.items()))
-    sender.close()
     return told
 
 

@@ -50,7 +50,7 @@ def become(weights: dict[str, Any], version: int | None) -> None:
 
 def step_meanwhile(trainer: Any, transport: str, options: dict[str, Any]) -> tuple[list[Any], int, int]:
     """The weights are garbage as soon as the call returns."""
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport=transport)
+    sender = trainer.sender(transport=transport)
     weights = fsdp(1)
     reports = []
     for version in (1, 2, 3):
@@ -68,7 +68,6 @@ def step_meanwhile(trainer: Any, transport: str, options: dict[str, Any]) -> tup
     assert memory.expired(), "something keeps the copy"
     become(weights, 3)
     sender.update_async(weights.items(), weight_version="4", **options).wait(30)
-    sender.close()
     return reports, shards, held
 
 
@@ -138,7 +137,7 @@ def test_one_runs_at_a_time_and_versions_are_skipped_by_name() -> None:
 
 
 def failures(trainer: Any) -> list[str]:
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport="ipc")
+    sender = trainer.sender(transport="ipc")
     weights = fsdp(1)
     wrong = {**weights, "no.such.weight": fsdp(1)["norm.weight"]}
     told = []
@@ -156,7 +155,6 @@ def failures(trainer: Any) -> list[str]:
     refused(sender.update_async(sparse.items(), weight_version="2").wait, ReshardError)
     become(weights, 3)
     sender.update_async(weights.items(), weight_version="3").wait(30)
-    sender.close()
     return told
 
 
@@ -171,7 +169,7 @@ def test_failures_are_raised_by_the_handle_or_the_next_call() -> None:
 
 
 def no_room(trainer: Any) -> str:
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport="ipc")
+    sender = trainer.sender(transport="ipc")
     weights = fsdp(1)
     with pytest.MonkeyPatch.context() as patch:
         if trainer.rank == 1:
@@ -180,7 +178,6 @@ def no_room(trainer: Any) -> str:
     with pytest.raises(Unsupported) as error:
         handle.wait(30)
     sender.update_async(weights.items(), weight_version="1").wait(30)
-    sender.close()
     return str(error.value)
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import Address, ControlClient, ControlServer
 from sglang_reshard.engine.trainer_presence import TrainerPresence
 from sglang_reshard.errors import DeadlineExceeded, EngineRefused, Mismatch, ReshardError
@@ -86,11 +85,10 @@ def test_an_engine_rank_ends_an_update_whose_trainer_hangs(trainer: Any) -> None
 
 
 def _train(trainer: Any) -> tuple[float, str]:
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=LIMIT_S, transport="p2p")
+    sender = trainer.sender(timeout_s=LIMIT_S, transport="p2p")
     started = time.monotonic()
     with pytest.raises(ReshardError) as raised:
         sender.update(checkpoint(1).items())
-    sender.close()
     return time.monotonic() - started, str(raised.value)
 
 

@@ -7,7 +7,6 @@ import os
 import pytest
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.memory.mapping import host_identity
 from support.refusals import refusal_of
 from support.toy_serving import serve
@@ -20,7 +19,7 @@ NOBODY = 65534
 def train(trainer, transport):
     state = State((2,), "fsdp", torch.float32)
     state.become(1)
-    sender = WeightSender.over(trainer.group, trainer.send, transport=transport, timeout_s=30)
+    sender = trainer.sender(transport=transport)
     with contextlib.closing(sender):
         return (
             sender.update(state.given).transport

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import sglang_reshard
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from support.toy import ToyRank
@@ -52,12 +51,11 @@ class Passed:
 
 def update(trainer, given, transport, recorded=WARM_UPDATE):
     passed = Passed()
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport=transport)
+    sender = trainer.sender(transport=transport)
     for version in range(1, WARM_UPDATE + 1):
         passed.recording = version == recorded
         sender.update(given, weight_version=str(version))
         passed.recording = False
-    sender.close()
     return passed.of_package()
 
 

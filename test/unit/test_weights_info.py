@@ -60,14 +60,6 @@ async def fails(manager, *_):
     raise RuntimeError("half of it was written")
 
 
-def test_before_any_update_only_the_version_is_known():
-    arguments = SimpleNamespace(weight_version="default", dp_size=2)
-    fresh = SimpleNamespace(is_pause=False, server_args=arguments)
-    assert weights_info.current(fresh) == WeightsInfo(
-        version="default", package_version=__version__, protocol=PROTOCOL, data_parallel_ranks=2
-    )
-
-
 async def overlaps(manager, *_):
     weights_info.record(manager, REQUEST, OUTPUT)
 

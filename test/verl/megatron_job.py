@@ -13,16 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from verl.workers.engine.megatron.delta_export import McoreParamExport, build_export_index, mcore_hf_delta_entry
 
-from sglang_reshard.layout.union import union
-from sglang_reshard.protocol.messages import decode, encode
-from sglang_reshard.sources import SourceLayout, TrainerState, describe
 from sglang_reshard.sources.memory_identity import MemoryIdentity
 from sglang_reshard.verl.megatron import Megatron
 from support import megatron_bridge
 from support.megatron_models import STACKED, Case, checkpoint, logits, megatron_models, parallel, published, reference
+from support.partial_states import not_assembled, of_this_rank
 from support.scripts import answer
 from support.world import Trainer, run_world
 
@@ -46,17 +43,17 @@ def examine(trainer: Trainer, case: Case, make_bridge: MakeBridge) -> dict[str, 
         engine = megatron_bridge.training_engine(models, model.config, make_bridge(case, model, models))
         given = source.tensors(engine)
         index = build_export_index(engine.bridge, engine.module, {})
-    state = of_all_ranks(trainer, given)
+    state = of_this_rank(given)
     wrong = [
         *not_in_place(index, given),
-        *not_assembled(trainer, state, expected),
+        *not_assembled(state, expected),
         *not_as_verl_probes(case, index, given, trainer.rank),
     ]
     if ours is not None and not torch.allclose(ours, wanted, rtol=1e-5, atol=1e-6):
         wrong.append(f"logits differ by {(ours - wanted).abs().max()}")
     if not MemoryIdentity(given).unchanged(source.tensors(engine)):
         wrong.append("the same weights are news")
-    wrong += after_offload(source, engine, trainer, expected)
+    wrong += after_offload(source, engine, expected)
     pieces = sum(len(state.layout.shard_map(tensor).shards) for tensor in state.layout.tensors)
     return {
         "wrong": wrong,
@@ -66,43 +63,10 @@ def examine(trainer: Trainer, case: Case, make_bridge: MakeBridge) -> dict[str, 
     }
 
 
-def of_all_ranks(trainer: Trainer, given: list[Any]) -> TrainerState:
-    """This rank's tensors in the layout of all ranks, as in an update with partial=True."""
-    own = describe(given, trainer_rank=trainer.rank, global_ranks=tuple(range(trainer.size)), partial=True)
-    layouts: list[Any] = [None] * trainer.size
-    dist.all_gather_object(layouts, encode(own.layout))
-    distinct = list(dict.fromkeys(layouts))
-    numbers = [distinct.index(layout) for layout in layouts]
-    return own.within(union([decode(layout, SourceLayout) for layout in distinct], numbers))
-
-
 def not_in_place(index: list[McoreParamExport], given: list[Any]) -> list[str]:
     """What is not the memory of a live parameter."""
     live = {record.param.untyped_storage().data_ptr() for record in index if record.param is not None}
     return [f"{name} was copied" for name, t, _ in given if t.numel() and t.untyped_storage().data_ptr() not in live]
-
-
-def not_assembled(trainer: Trainer, state: TrainerState, expected: dict[str, torch.Tensor]) -> list[str]:
-    """What the shards of all ranks do not put together again, every holder's bits compared."""
-    layouts: list[Any] = [None] * trainer.size
-    shards: list[Any] = [None] * trainer.size
-    dist.all_gather_object(layouts, encode(state.layout))
-    dist.all_gather_object(shards, [shard.clone() for shard in state.shards])
-    wrong = [] if len(set(layouts)) == 1 else ["layouts differ between ranks"]
-    names = {tensor.name for tensor in state.layout.tensors}
-    wrong += [f"{name} is missing or not of the checkpoint" for name in names ^ set(expected)]
-    for number, tensor in enumerate(state.layout.tensors):
-        whole = expected[tensor.name]
-        times = torch.zeros(whole.shape, dtype=torch.int64)
-        for piece in state.layout.shard_map(tensor).shards:
-            times[piece.box.slices()] = 1
-            inside = tuple(slice(a, a + n) for a, n in zip(piece.local_start, piece.box.shape, strict=True))
-            for rank in piece.ranks:
-                if not torch.equal(shards[rank][number][inside], whole[piece.box.slices()]):
-                    wrong.append(f"{tensor.name}{piece.box} of trainer rank {rank} differs")
-        if tuple(whole.shape) != tensor.shape or not bool(times.all()):
-            wrong.append(f"{tensor.name} is not whole")
-    return wrong
 
 
 def not_as_verl_probes(case: Case, index: list[McoreParamExport], given: list[Any], rank: int) -> list[str]:
@@ -131,15 +95,15 @@ def not_as_verl_probes(case: Case, index: list[McoreParamExport], given: list[An
     return wrong
 
 
-def after_offload(source: Megatron, engine: Any, trainer: Trainer, expected: dict[str, torch.Tensor]) -> list[str]:
+def after_offload(source: Megatron, engine: Any, expected: dict[str, torch.Tensor]) -> list[str]:
     """What is not found when parameters come back in other memory, changed. Nothing is probed for it again."""
     engine.bridge = None
     for model in engine.module:
         for parameter in model.parameters():
             parameter.data = parameter.data * 2
-    state = of_all_ranks(trainer, source.tensors(engine))
+    state = of_this_rank(source.tensors(engine))
     twice = {name: tensor * 2 for name, tensor in expected.items()}
-    return [f"after offload: {why}" for why in not_assembled(trainer, state, twice)]
+    return [f"after offload: {why}" for why in not_assembled(state, twice)]
 
 
 def train(trainer: Trainer, cases: list[tuple[Case, MakeBridge]]) -> list[dict[str, Any]]:

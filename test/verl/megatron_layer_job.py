@@ -1,4 +1,4 @@
-"""Run by test_megatron_layers.py: single layers of Qwen3.5 under Megatron-Bridge's own converters, over four ranks.
+"""Run by test_megatron_bridge.py: single layers of Qwen3.5 under Megatron-Bridge's own converters, over four ranks.
 
 Its model cannot be built without a GPU. So parameters have the names, classes and shapes of Megatron-Core's modules.
 The bridge's import fills them from checkpoint tensors, and the shards that its traced export finds are put together
@@ -44,9 +44,10 @@ RANKS = 4
 def examine(trainer: Any, tp: int) -> list[str]:
     import torch
 
-    from megatron_job import not_assembled, of_all_ranks
     from sglang_reshard.verl.megatron import Megatron
+    from support.megatron_bridge import training_engine
     from support.megatron_models import Case, parallel
+    from support.partial_states import not_assembled, of_this_rank
 
     generator = torch.Generator().manual_seed(3)
     expected = {f"model.layers.0.{n}": torch.randn(s, generator=generator) for n, s in CHECKPOINT.items()}
@@ -58,23 +59,16 @@ def examine(trainer: Any, tp: int) -> list[str]:
             # The import looks for the GPU that a parameter should be on.
             with torch.no_grad(), mock.patch.object(torch.cuda, "current_device", return_value=None):
                 task.param_weight.copy_(task.mapping.hf_to_megatron(given, task.megatron_module))
-        engine = SimpleNamespace(
-            bridge=SimpleNamespace(get_conversion_tasks=lambda module: tasks),
-            module=[],
-            vanilla_bridge=False,
-            peft_cls=None,
-            model_config=SimpleNamespace(
-                hf_config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=5))
-            ),
-        )
-        given = Megatron(trainer.size).tensors(engine)
-        state = of_all_ranks(trainer, given)
+        config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=5))
+        bridge = SimpleNamespace(get_conversion_tasks=lambda module: tasks)
+        given = Megatron(trainer.size).tensors(training_engine([], config, bridge))
+        state = of_this_rank(given)
         # Norms are stored less one, which rounds.
         for name, tensor, _ in given:
             if name.endswith("norm.weight"):
                 assert torch.allclose(tensor, expected[name])
                 expected[name] = tensor
-        return not_assembled(trainer, state, expected)
+        return not_assembled(state, expected)
 
 
 def parameters(tp: int) -> list[tuple[str, str, tuple[int, ...], Any]]:

@@ -15,6 +15,7 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import TrainerState, describe
 from sglang_reshard.trainer.publisher import ShardPublisher
 from support.plans import assembled_states
+from support.sweep import sweep
 from support.trainer_rows import shown
 from support.world import run_world
 
@@ -69,7 +70,7 @@ STRATEGIES = ["fsdp2", "fsdp", pytest.param("fsdp, original parameters", marks=p
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", [sweep("qwen3"), "qwen3_moe"])
 def test_what_comes_out_is_what_verl_itself_exports(kind: str, strategy: str, record_property: Any) -> None:
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 

@@ -30,28 +30,31 @@ CASES = {
     "tp2 ep2 etp2": {"kind": "qwen3_moe", "tp": 2, "ep": 2, "etp": 2},
     "tp2 ep4": {"kind": "qwen3_moe", "tp": 2, "ep": 4},
 }
-OF_LAYER = {"qwen3": 11, "qwen2": 12, "qwen3_moe": 9 + 3 * 4}
+OF_LAYER = {"llama": 9, "qwen3": 11, "qwen2": 12, "qwen3_moe": 9 + 3 * 4, "qwen3_vl_moe": 9 + 2}
+
+
+def answers(job, cases, *arguments):
+    """What a job found of each case."""
+    found = map(json.loads, run_script(job, *arguments, json.dumps(list(cases.values()))))
+    return dict(zip(cases, found, strict=True))
+
+
+def check(case, of_ranks):
+    """Asserts that all is right, and that logits were compared, on all ranks of the last pipeline stage."""
+    for rank, found in enumerate(of_ranks):
+        assert found["wrong"] == [], f"trainer rank {rank}"
+        assert found["tensors"] == OF_LAYER[case["kind"]] * case.get("layers", 2) + (2 if case.get("tied") else 3)
+    assert sum(found["logits"] for found in of_ranks) == 4 // case.get("pp", 1)
 
 
 @pytest.fixture(scope="module")
 def results():
-    found = list(map(json.loads, run_script(JOB, json.dumps(list(CASES.values())))))
-    assert len(found) == len(CASES)
-    return dict(zip(CASES, found, strict=True))
+    return answers(JOB, CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_all_ranks_parameters_put_together_are_the_checkpoint(results, name):
-    case = CASES[name]
-    for rank, found in enumerate(results[name]):
-        assert found["wrong"] == [], f"trainer rank {rank}"
-        assert found["tensors"] == OF_LAYER[case["kind"]] * case.get("layers", 2) + (2 if case.get("tied") else 3)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_models_are_those_of_the_checkpoint(results, name):
-    """Logits were compared, on all ranks of the last pipeline stage."""
-    assert sum(found["logits"] for found in results[name]) == 4 // CASES[name].get("pp", 1)
+    check(CASES[name], results[name])
 
 
 @pytest.mark.parametrize(

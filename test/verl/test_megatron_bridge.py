@@ -1,18 +1,18 @@
-"""As test_megatron.py, with Megatron-Bridge itself: its own registries and converters are what is traced."""
+"""As test_megatron.py, with Megatron-Bridge itself: its own registries and converters are what is traced.
 
-import json
+Of Qwen3.5, whose model needs a GPU, its layers: Gated DeltaNet, gated attention, norms stored less one.
+"""
+
 from pathlib import Path
 
 import pytest
 
 from support.megatron_bridge_env import FOLDERS
-from support.scripts import run_script
 from support.trainer_rows import shown
+from test_megatron import answers, check
 
-pytestmark = [
-    pytest.mark.sweep,
-]
-JOB = Path(__file__).parent / "megatron_bridge_job.py"
+pytestmark = [pytest.mark.sweep]
+JOBS, OF_LAYERS = Path(__file__).parent, "0.6.2"
 # Of these architectures Llama's registry alone knows Megatron-Core's names without Transformer Engine.
 CASES = {
     "tp2 pp2, own names": {"kind": "llama", "tp": 2, "pp": 2},
@@ -30,28 +30,40 @@ CASES = {
     "stacked, ep4": {"kind": "qwen3_vl_moe", "ep": 4, "flat": True},
     "stacked, tp4": {"kind": "qwen3_vl_moe", "tp": 4, "etp": 4, "flat": True},
 }
-OF_LAYER = {"llama": 9, "qwen3": 11, "qwen2": 12, "qwen3_moe": 9 + 3 * 4, "qwen3_vl_moe": 9 + 2}
+SIZES = {size: size for size in (1, 2, 4)}
+
+
+def installed(release):
+    if not FOLDERS[release].exists():
+        pytest.skip("Megatron-Bridge is not installed: make setup-bridge")
+    return release
 
 
 @pytest.fixture(scope="module", params=FOLDERS)
 def release(request):
-    if not FOLDERS[request.param].exists():
-        pytest.skip("Megatron-Bridge is not installed: make setup-bridge")
-    return request.param
+    return installed(request.param)
 
 
 @pytest.fixture(scope="module")
 def results(release):
-    found = list(map(json.loads, run_script(JOB, release, json.dumps(list(CASES.values())))))
-    return dict(zip(CASES, found, strict=True))
+    return answers(JOBS / "megatron_bridge_job.py", CASES, release)
+
+
+@pytest.fixture(scope="module")
+def layers():
+    return answers(JOBS / "megatron_layer_job.py", SIZES, installed(OF_LAYERS))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_all_ranks_parameters_put_together_are_the_checkpoint(results, release, name, record_property):
-    case = CASES[name]
-    for rank, found in enumerate(results[name]):
-        assert found["wrong"] == [], f"trainer rank {rank}"
-        assert found["tensors"] == OF_LAYER[case["kind"]] * case.get("layers", 2) + (2 if case.get("tied") else 3)
-    assert sum(found["logits"] for found in results[name]) == 4 // case.get("pp", 1)
-    trainer = f"Megatron-Core, {case['kind']} {name}"
+    check(CASES[name], results[name])
+    trainer = f"Megatron-Core, {CASES[name]['kind']} {name}"
     record_property("trainer", shown(trainer, f"parameters, by Megatron-Bridge {release}'s converters", "any", "read"))
+
+
+@pytest.mark.parametrize("tp", SIZES)
+def test_parameters_of_layers_put_together_are_the_checkpoint(layers, tp, record_property):
+    assert layers[tp] == [[], [], [], []]
+    trainer = f"Megatron-Core's modules by name and shape, layers of qwen3_5 tp{tp}"
+    way = f"parameters, by Megatron-Bridge {OF_LAYERS}'s converters"
+    record_property("trainer", shown(trainer, way, "any", "read"))

@@ -6,7 +6,7 @@ import pytest
 
 from support.verl_host import LARGE_STEPS, run_ppo, verl_folder
 
-pytestmark = [pytest.mark.verl, pytest.mark.usefixtures("forks")]
+pytestmark = [pytest.mark.verl, pytest.mark.sweep, pytest.mark.usefixtures("forks")]
 # Else these trainers take the rollout's log-probabilities for the actor's, and compare nothing.
 COMPARED = [
     "actor_rollout_ref.rollout.calculate_log_probs=True",
@@ -32,7 +32,6 @@ VERIFIED = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard.v
 FULLY_ASYNC_MAIN = "verl.experimental.fully_async_policy.fully_async_main"
 
 
-@pytest.mark.sweep
 def test_the_legacy_trainer_gets_every_update() -> None:
     with verl_folder() as folder:
         run = run_ppo(folder, LARGE_STEPS, *COMPARED[:1], "trainer.use_v1=False", steps=2)
@@ -40,7 +39,6 @@ def test_the_legacy_trainer_gets_every_update() -> None:
     assert run.steps[0]["reshard/bytes_per_rank"] > 0
 
 
-@pytest.mark.sweep
 def test_a_colocated_asynchronous_trainer_gets_every_update() -> None:
     """Without batches that it samples ahead, from older weights."""
     mode = ["trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=0"]
@@ -51,7 +49,6 @@ def test_a_colocated_asynchronous_trainer_gets_every_update() -> None:
     assert [step["reshard/logprob_diff_max_version"] for step in run.steps] == [0, 1, 2]
 
 
-@pytest.mark.sweep
 def test_one_step_off_policy_gets_every_update() -> None:
     """It trains on samples of weights that are a step older, so digests are compared and no probabilities."""
     with verl_folder() as folder:
@@ -63,7 +60,7 @@ def test_one_step_off_policy_gets_every_update() -> None:
     assert all(step["reshard/seconds/verify"] > 0 for step in run.steps)
 
 
-@pytest.mark.parametrize("hybrid", [True, pytest.param(False, marks=pytest.mark.sweep)], ids=["hybrid", "standalone"])
+@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "standalone"])
 def test_a_fully_asynchronous_trainer_gets_every_update(hybrid: bool) -> None:
     """With standalone replicas, and with hybrid ones that it adds to them while they generate."""
     dynamic = f"async_training.use_dynamic_resource_scheduling={hybrid}"

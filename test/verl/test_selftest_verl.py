@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.verl, pytest.mark.sweep]
 
 
 def test_rollout_and_trainer_agree_with_each_kind_of_sync() -> None:
-    command = [sys.executable, "-m", "sglang_reshard.cli.main", "selftest", "--verl", "--minutes", "40"]
+    command = [sys.executable, "-m", "sglang_reshard", "selftest", "--verl", "--minutes", "40"]
     ended = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
     rows = json.loads(ended.stdout.splitlines()[-1])["rows"]

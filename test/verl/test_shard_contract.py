@@ -24,6 +24,7 @@ from sglang_reshard.errors import ReshardError, Unsupported
 from sglang_reshard.sources import TrainerState, describe, fused_slices
 from sglang_reshard.verl.shard_contract import ShardContract
 from support.partial_states import of_all_ranks
+from support.plans import assembled_states
 
 EXPERTS, INNER, HIDDEN, LAYER = 4, 6, 5, "model.layers.3.mlp"
 EP, FSDP = 2, 3
@@ -55,22 +56,6 @@ def described(ranks: int, exported: Callable[[int], list[Any]]) -> list[TrainerS
     return of_all_ranks([ShardContract(ranks).tensors(Engine(exported(rank))) for rank in range(ranks)])
 
 
-def assembled(states: list[TrainerState]) -> dict[str, torch.Tensor]:
-    """The checkpoint's tensors, out of all ranks' shards."""
-    layout = states[0].layout
-    assert all(state.layout == layout for state in states)
-    found = {}
-    for i, tensor in enumerate(layout.tensors):
-        whole = torch.full(tensor.shape, float("nan"), dtype=states[0].shards[i].dtype)
-        for piece in layout.shard_map(tensor).shards:
-            box = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
-            for rank in piece.ranks:
-                at = tuple(slice(p, p + n) for p, n in zip(piece.local_start, piece.box.shape, strict=True))
-                whole[box] = states[rank].shards[i][at]
-        found[tensor.name] = whole
-    return found
-
-
 def veomni(rank: int, stack: torch.Tensor) -> list[Any]:
     """Experts split by hand over EP, and each rank's experts by FSDP2 along dimension 1, as VeOmni exports them."""
     from verl.workers.engine.spec import BlockPlacement, ShardSpec
@@ -99,7 +84,7 @@ def _chunks(length: int, parts: int) -> list[slice]:
 
 def test_blocks_and_a_converter_as_veomni_exports_them() -> None:
     stack = torch.randn(EXPERTS, 2 * INNER, HIDDEN)
-    found = assembled(described(EP * FSDP, lambda rank: veomni(rank, stack)))
+    found = assembled_states(described(EP * FSDP, lambda rank: veomni(rank, stack)))
     expected = {f"{LAYER}.gate.weight": torch.arange(3.0)}
     for e in range(EXPERTS):
         expected[f"{LAYER}.experts.{e}.gate_proj.weight"] = stack[e, :INNER]
@@ -124,7 +109,7 @@ def test_a_rank_with_an_empty_block_does_not_list_the_tensor() -> None:
         return [("w", torch.ones(2 * rows), ShardSpec((3, 2), place=place, gather_group=object())),
                 ("b", torch.ones(1), ShardSpec((1,)))]  # fmt: skip
 
-    assert torch.equal(assembled(described(2, exported))["w"], torch.ones(3, 2))
+    assert torch.equal(assembled_states(described(2, exported))["w"], torch.ones(3, 2))
 
 
 def test_an_expert_stack_row_by_row_as_torchtitan_exports_it() -> None:
@@ -136,7 +121,7 @@ def test_an_expert_stack_row_by_row_as_torchtitan_exports_it() -> None:
     def exported(rank: int) -> list[Any]:
         return [("layers.3.moe.experts.w3", stack.reshape(-1), ShardSpec(tuple(stack.shape), hf_slots=slots))]
 
-    found = assembled(described(2, exported))
+    found = assembled_states(described(2, exported))
     assert [found[name].tolist() for name, _ in slots] == stack.tolist()
 
 

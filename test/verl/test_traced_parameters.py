@@ -11,6 +11,7 @@ from sglang_reshard.layout.regions import Box
 from sglang_reshard.sources import ShardBox
 from sglang_reshard.verl.megatron import Megatron
 from sglang_reshard.verl.traced_parameters import Conversion, TracedParameters
+from support.megatron_bridge import training_engine
 from support.moves import elsewhere
 from support.partial_states import of_all_ranks
 
@@ -155,8 +156,8 @@ def engine(monkeypatch):
     probes = SimpleNamespace(make_probe=lambda mapping, module: mapping)
     monkeypatch.setitem(sys.modules, "verl.workers.engine.megatron.delta_export", probes)
 
-    def task(name, parameter, **more):
-        mapping = SimpleNamespace(megatron_to_hf=lambda shard, module: {f"hf.{name}": shard}, **more)
+    def task(name, parameter):
+        mapping = SimpleNamespace(megatron_to_hf=lambda shard, module: {f"hf.{name}": shard}, hf_param=f"hf.{name}")
         return SimpleNamespace(
             global_param_name=name, mapping=mapping, param_weight=parameter, megatron_module=torch.nn.Module()
         )
@@ -169,16 +170,9 @@ def engine(monkeypatch):
     ]
     bridge = SimpleNamespace(get_conversion_tasks=lambda module: tasks)
     config = SimpleNamespace(vocab_size=5)
-    hf_config = SimpleNamespace(get_text_config=lambda: config)
-    return SimpleNamespace(
-        bridge=bridge,
-        module=[],
-        vanilla_bridge=False,
-        peft_cls=None,
-        model_config=SimpleNamespace(hf_config=hf_config),
-        tasks=tasks,
-        task=task,
-    )
+    made = training_engine([], SimpleNamespace(get_text_config=lambda: config), bridge)
+    vars(made).update(tasks=tasks, task=task)
+    return made
 
 
 def test_what_the_architecture_does_after_conversion_is_followed(engine):
@@ -205,6 +199,14 @@ def test_engines_without_probes_are_refused(engine, change, why):
     vars(engine).update(change)
     with pytest.raises(Unsupported, match=why):
         Megatron(1).tensors(engine)
+
+
+def test_parameters_of_one_tensor_that_are_not_tied_are_refused_whichever_rank_has_the_other(engine):
+    engine.tasks[3].mapping.hf_param = "hf.layer"
+    with pytest.raises(Unsupported, match=r"layer and elsewhere, which are not tied, are both converted to hf.layer"):
+        Megatron(2).tensors(engine)
+    engine.tasks[2].param_weight.shared_embedding = True
+    assert [name for name, *_ in Megatron(2).tensors(engine)] == ["hf.embedding.word_embeddings.weight", "hf.layer"]
 
 
 class Stacks:

@@ -8,13 +8,12 @@ import torch
 
 from sglang_reshard.derived import DerivedState
 from sglang_reshard.landings.base import Landing
-from sglang_reshard.landings.converting import converting
 from sglang_reshard.trace.program import Program
 
 
 def replay(program: Program, weights: Mapping[str, torch.Tensor], derived: DerivedState | None = None) -> None:
     """Makes every copy of `program` from full checkpoint tensors, then runs its steps, and renews derived state."""
-    landing = converting(Landing(program), torch.device("cpu"), 0)
+    landing = Landing(program).converting(torch.device("cpu"), 0)
     landing.place([program.arrivals], ())
     with torch.no_grad():
         for copy in program.copies:

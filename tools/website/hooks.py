@@ -1,11 +1,13 @@
 """MkDocs: makes pages of the repository's documents, where they are, so that a link is right here and there.
 
-Every file that a page links is part of the site, results and examples among them. The navigation follows the folders;
-within one, pages are in the order in which its README links them.
+Every file that a page links is part of the site, results and examples among them. `home.md` takes the place of the
+README. The navigation follows the folders; within one, pages are in the order in which its README links them, under the
+README's headings.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -18,15 +20,35 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(REPOSITORY))  # of `tools`, here and for griffe_fields.py
+
+from tools import marked  # noqa: E402
+
 _ADDRESSES = {"RESHARDING_GUIDE.md": "guide/index.html", "docs/README.md": "documentation/index.html"}
-_FOLDERS = {"Usage": "docs/usage", "Recipes": "docs/recipes", "Concepts": "docs", "Reference": "docs/reference"}
+_START = [
+    "README.md", "RESHARDING_GUIDE.md", "docs/features.md", "docs/which-api.md", "docs/faq.md", "docs/alternatives.md",
+]  # fmt: skip
+_FOLDERS = {
+    "Usage": "docs/usage", "Recipes": "docs/recipes", "Concepts": "docs", "Reference": "docs/reference",
+    "Results": "docs/results",
+}  # fmt: skip
 _PROJECT = (
     "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "examples/http/README.md", "benchmark/README.md",
 )  # fmt: skip
+_HOME = "tools/website/home.md"
 _MERMAID = "assets/mermaid.min.js"
 _MERMAID_FILE = Path(sys.prefix, "mermaid.min.js")  # in the site's environment
+_ENTRY = re.compile(r"^### \w+\n\n(<!-- \w+: begin -->\n.*?)^<!-- ::: ([\w.]+) -->$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
+(_VERSION,) = re.findall(r'^version = "(.*)"', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)
 log = logging.getLogger("mkdocs.plugins.website")
+
+
+def on_config(config: MkDocsConfig) -> None:
+    config.copyright = f"sglang-reshard {_VERSION}, Apache-2.0"
+    config.repo_name = f"sglang-reshard {_VERSION}"
+    if not config.repo_url:
+        config.edit_uri = None
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -40,11 +62,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if uri in _PROJECT:
             file.name = Path(file.dest_uri).parent.name  # else a README would be the index of all of them
         found.append(file)
-    linked = {link for document in documents for link in _links(document)}
+    linked = {link for document in documents for link in _links(document, (REPOSITORY / document).read_text())}
     for uri in sorted(linked.difference(documents)):
         if (REPOSITORY / uri).is_file():
             found.append(_file(config, uri))
-    found.append(File.generated(config, "assets/site.css", abs_src_path=str(REPOSITORY / "tools/website/site.css")))
+    for name in ("site.css", "logo.svg"):
+        found.append(File.generated(config, f"assets/{name}", abs_src_path=str(REPOSITORY / "tools/website" / name)))
     if _MERMAID_FILE.exists():
         found.append(File.generated(config, _MERMAID, abs_src_path=str(_MERMAID_FILE)))
     else:
@@ -56,10 +79,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Adds the blank line that Python-Markdown, unlike GitHub, needs between a paragraph and a list or a table.
 
-    Pages that are alone in the navigation are shown without it.
+    The home page quotes the README. Entries of api.md become directives of mkdocstrings.
     """
-    if page.parent is None:
-        page.meta["hide"] = ["navigation"]
+    markdown = re.sub("<!-- README: (.*) -->", lambda m: marked.read(REPOSITORY / "README.md", m[1]), markdown)
+    markdown = _ENTRY.sub(_directive, markdown)
+    if page.file.src_uri == "README.md":
+        markdown = markdown.replace("VERSION", _VERSION)
     lines: list[str] = []
     fenced = False
     for line in markdown.split("\n"):
@@ -78,33 +103,47 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     return output.replace("</head>", f'<script src="{up}{_MERMAID}"></script></head>', 1)
 
 
+def _directive(entry: re.Match[str]) -> str:
+    """Shows of a class what its stub lists."""
+    members = re.findall(r"^    def ([a-z]\w*)", entry[1], re.MULTILINE)
+    return f"::: {entry[2]}\n    options: {{members: {json.dumps(members)}}}"
+
+
 def _navigation() -> list[Any]:
-    nav: list[Any] = [{"Home": "README.md"}, {"Guide": "RESHARDING_GUIDE.md"}]
-    nav += [{title: _in_order(folder)} for title, folder in _FOLDERS.items() if _in_order(folder)]
-    return [*nav, {"Results": _in_order("docs/results")}, {"Project": list(_PROJECT)}]
+    folders = [{title: _in_order(folder)} for title, folder in _FOLDERS.items()]
+    return [{"Start": _START}, *folders, {"Project": list(_PROJECT)}]
 
 
-def _in_order(folder: str) -> list[str]:
-    """Returns the documents of a folder: its README, those that this links, and then all others."""
-    readme, there = f"{folder}/README.md", _markdown_of(folder)
-    first = [readme, *_links(readme)] if readme in there else []
-    return list(dict.fromkeys([*(uri for uri in first if uri in there), *there]))
+def _in_order(folder: str) -> list[Any]:
+    """Returns the documents of a folder: its README, those that each of its sections links, and then all others."""
+    readme = f"{folder}/README.md"
+    left = dict.fromkeys(uri for uri in _markdown_of(folder) if uri not in (readme, *_START))
+    nav: list[Any] = [readme]
+    first, *sections = re.split(r"^## ", (REPOSITORY / readme).read_text(), flags=re.MULTILINE)
+    for section in sections or ["\n" + first]:
+        title, _, body = section.partition("\n")
+        linked = [uri for uri in dict.fromkeys(_links(readme, body)) if uri in left]
+        left = {uri: None for uri in left if uri not in linked}
+        nav += [{title: linked}] if title and linked else linked
+    return [*nav, *left]
 
 
 def _markdown_of(folder: str, within: str = "") -> list[str]:
     return sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / folder).glob(f"{within}*.md"))
 
 
-def _links(uri: str) -> Iterable[str]:
-    """Yields the files of the repository that a document links."""
-    for target in _LINK.findall((REPOSITORY / uri).read_text()):
+def _links(uri: str, text: str) -> Iterable[str]:
+    """Yields the files of the repository that a document links in this text."""
+    for target in _LINK.findall(text):
         path = (REPOSITORY / uri).parent.joinpath(target).resolve()
         if "://" not in target and path.is_relative_to(REPOSITORY):
             yield path.relative_to(REPOSITORY).as_posix()
 
 
 def _file(config: MkDocsConfig, uri: str) -> File:
-    return File.generated(config, uri, abs_src_path=str(REPOSITORY / uri))
+    file = File.generated(config, uri, abs_src_path=str(REPOSITORY / (_HOME if uri == "README.md" else uri)))
+    file.generated_by = None  # it can be edited
+    return file
 
 
 def _begins(line: str) -> bool:

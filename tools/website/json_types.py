@@ -63,7 +63,7 @@ def table(kind: type[msgspec.Struct]) -> list[str]:
     if kind in (LoadSnapshotReq, PullWeightsReq, ShareWeightsReq):  # fields that they share with an update's request
         inherited = fields.descriptions(inspect.getdoc(DistributedUpdateWeightsReq) or "")
     told = {**own, **{n: text for n, text in inherited.items() if own.get(n, "as in ").startswith("as in ")}}
-    rows = ["| field | type | default | |", "|---|---|---|---|"]
+    rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
     for field in _info(kind).fields:
         said = told[field.name]
         rows.append(f"| `{field.encode_name}` | {described(field.type)} | {_default(field)} | {cell(said)} |")

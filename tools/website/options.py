@@ -90,7 +90,7 @@ def _table(first: str, options: list[tuple[str, Any, Any, str]]) -> str:
     rows = [
         [f"`{n}`", _kind(hint), _default(default), _unit(n), markdown.cell(text)] for n, hint, default, text in options
     ]
-    return markdown.table([first, "type", "default", "unit", ""], rows)
+    return markdown.table([first, "type", "default", "unit", "meaning"], rows)
 
 
 def _kind(hint: Any) -> str:

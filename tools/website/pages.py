@@ -24,11 +24,11 @@ from sglang_reshard.patches import metrics
 from sglang_reshard.patches.launch import TORCHRUN_VARIABLES
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from tools import marked
-from tools.website import fields, json_types, markdown, options
+from tools.website import fields, json_types, markdown, options, stubs
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 _GROUP = re.compile(r"^## (.+)\n+From `([\w.]+)`:\n((?:.|\n)*?)(?=^## |\Z)", re.MULTILINE)
-_DIRECTIVE = re.compile(r"^::: ([\w.]+)\.(\w+)$", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^<!-- ::: ([\w.]+)\.(\w+) -->$", re.MULTILINE)
 
 
 def tables() -> dict[tuple[str, str], Callable[[], str]]:
@@ -46,7 +46,7 @@ def tables() -> dict[tuple[str, str], Callable[[], str]]:
         ("settings", "snapshots"): snapshots,
         ("settings", "probe"): partial(options.of_class, Probe),
         ("settings", "verl"): options.of_verl,
-        **{("api", group): partial(_summaries, module, names) for group, module, names in api()},
+        **{("api", name): partial(_entry, module, name) for _, module, names in api() for name in names},
     }
 
 
@@ -63,20 +63,18 @@ def api() -> list[tuple[str, str, list[str]]]:
     ]
 
 
-def _summaries(module: str, names: list[str]) -> str:
-    """The first paragraph of each docstring."""
-    docstrings = [inspect.getdoc(getattr(import_module(module), name)) or "" for name in names]
-    openings = [fields.opening(docstring).split("\n\n")[0] for docstring in docstrings]
-    return markdown.table(
-        ["name", ""], [[f"`{n}`", markdown.cell(text)] for n, text in zip(names, openings, strict=True)]
-    )
+def _entry(module: str, name: str) -> str:
+    """The first paragraph of the docstring, and the signatures."""
+    of = getattr(import_module(module), name)
+    opening = fields.opening(inspect.getdoc(of) or "").split("\n\n")[0]
+    return f"{markdown.inline(opening)}\n\n```python\n{stubs.stub(of)}\n```"
 
 
 def _metrics() -> str:
     rows = [
         [f"`{m.name}`", m.kind.replace("version", "gauge"), markdown.codes(m.labels), m.help] for m in metrics.METRICS
     ]
-    return markdown.table(["metric", "kind", "labels", ""], rows)
+    return markdown.table(["metric", "kind", "labels", "meaning"], rows)
 
 
 def _labels() -> str:

@@ -224,7 +224,7 @@ class WeightSender(InBackground, UpdateSender):
         options = dataclasses.replace(self._options, lora=lora, delta="off")
         if base is not None:
             self.update(base)
-        session = Session.join(self._session.address.named(f"lora/{name}"), self._timeout_s)
+        session = Session.join(self.session.address.named(f"lora/{name}"), self.timeout_s)
         self._adapters[name] = adapter = WeightSender.__new__(WeightSender)
         adapter._begin(self._send, session, self._rank, self._global_ranks, options)
         return adapter

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from sglang_reshard.api.remote_engine import RemoteEngine
-from sglang_reshard.cli.outcome import DONE, REFUSED
+from sglang_reshard.cli.outcome import DONE, REFUSED, line_of
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.extras.snapshots.follower import SnapshotFollower
 
@@ -42,23 +42,29 @@ def run(
         engine.check()  # of an empty folder nothing else would reach the server
     told = ""
     while True:
-        failure = _look(follower, url)
+        loaded, failure = _look(follower, url, cache is not None)
         if failure and failure != told:
             typer.echo(failure, err=True)
         if once:
             if not follower.listed:
                 typer.echo(f"the folder {folder} has no snapshot yet")
+            elif not (loaded or failure or follower.refused):
+                typer.echo(f"{url}: nothing to load, the folder {folder} has no snapshot after the server's weights")
             return REFUSED if failure or follower.refused else DONE
         told = failure
         time.sleep(interval_s)
 
 
-def _look(follower: SnapshotFollower, url: str) -> str:
-    """Returns what the server has failed with; empty if it has not. The follower logs what is wrong with snapshots."""
+def _look(follower: SnapshotFollower, url: str, cached: bool) -> tuple[str | None, str]:
+    """Returns the snapshot that was loaded, if any, and the failure of the server; empty if it did not fail.
+
+    The follower logs what is wrong with snapshots.
+    """
     try:
         name = follower.poll()
     except (ReshardError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
+        return None, line_of(error)
     if name is not None:
-        typer.echo(f"{url}: {name}, {follower.read_bytes:,} bytes read")
-    return ""
+        fetched = f", {follower.read_bytes:,} of the folder read into the cache" if cached else ""
+        typer.echo(f"{url}: {name}, {follower.loaded_bytes:,} bytes loaded{fetched}")
+    return name, ""

@@ -12,7 +12,7 @@ import typer
 
 from sglang_reshard.cli import keys
 from sglang_reshard.cli.outcome import EXIT_CODES, Commands
-from sglang_reshard.cli.values import TRANSPORTS, VERIFY, finite, one_of, server_url, several_of
+from sglang_reshard.cli.values import TRANSPORTS, VERIFY, choice, finite, server_url, several_of
 
 EPILOG = "\n\n".join(("Exit codes:", *(f"{code}  {meaning}" for code, meaning in EXIT_CODES.items())))
 DEVICES = ("cuda", "cpu")
@@ -20,7 +20,12 @@ SIDES = ("auto", "trainer", "engine", "verl")
 _MOST_MIB, _MOST_S = 1 << 20, 30 * 24 * 3600
 
 app = typer.Typer(
-    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=EPILOG
+    name="sglang-reshard",
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # whose tables cut the names of options at 80 columns
+    epilog=EPILOG,
 )
 
 
@@ -68,10 +73,10 @@ def selftest(
         float, typer.Option(min=1, max=_MOST_S / 60, callback=finite, help="Start nothing after so many minutes.")
     ] = 15.0,
 ) -> None:
-    """Prove on this machine that updates of a real SGLang engine are right, and measure them.
+    """Prove here that updates of a real SGLang engine are right.
 
-    Without options it chooses what fits on the GPUs, or on the CPU: the most important first. Ends with a table, what
-    to set on this host, and a line of JSON.
+    It measures them, too. Without options it chooses what fits on the GPUs, or on the CPU: the most important first.
+    Ends with a table, what to set on this host, and a line of JSON.
     """
     from sglang_reshard.selftest import launcher, spanning
     from sglang_reshard.selftest.choice import Wanted
@@ -99,15 +104,13 @@ def doctor(
     api_key_file: keys.ApiKeyFile = None,
     admin_api_key: keys.AdminApiKey = None,
     admin_api_key_file: keys.AdminApiKeyFile = None,
-    side: Annotated[
-        str,
-        typer.Option(
-            callback=one_of(SIDES), help="The side that this environment runs: auto, trainer, engine or verl."
-        ),
-    ] = "auto",
+    side: Annotated[str, choice(SIDES, "The side that this environment runs.")] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check that this machine, and a server, can run updates. Each failed check is shown with its fix."""
+    """Check that this machine, and a server, can run updates.
+
+    Each failed check is shown with its fix.
+    """
     from sglang_reshard.cli.doctor import examine
     from sglang_reshard.cli.doctor.finding import show
     from sglang_reshard.cli.doctor.imports import side_named
@@ -130,19 +133,15 @@ def pull(
     from_api_key_file: keys.FromApiKeyFile = None,
     from_admin_api_key: keys.FromAdminApiKey = None,
     from_admin_api_key_file: keys.FromAdminApiKeyFile = None,
-    transport: Annotated[
-        str, typer.Option(callback=one_of(TRANSPORTS), help="Transport: auto, ipc, p2p, broadcast or nixl.")
-    ] = "auto",
-    verify: Annotated[
-        str, typer.Option(callback=one_of(VERIFY), help="Compare checksums: off, sample or full.")
-    ] = "full",
+    transport: Annotated[str, choice(TRANSPORTS, "Transport of the weights.")] = "auto",
+    verify: Annotated[str, choice(VERIFY, "Compare checksums.")] = "full",
     timeout_s: Annotated[
         float, typer.Option(min=1, max=3600, callback=finite, help="Seconds that any one wait may last.")
     ] = 300.0,
 ) -> None:
-    """Let a server take the live weights of another one, which keeps generating. No trainer takes part.
+    """Let a server take the live weights of another one.
 
-    The keys are both servers', unless the first has others.
+    That one keeps generating, and no trainer takes part. The keys are both servers', unless the first has others.
     """
     from sglang_reshard.cli.pull import run
     from sglang_reshard.protocol.server_client import ServerClient
@@ -204,9 +203,7 @@ def plan(
     source: Annotated[str, typer.Option(help="The trainer: tp=4, fsdp=64, fsdp=8,tp=8 or hsdp=2x32.")],
     target: Annotated[str, typer.Option(help="The engine: tp=16, tp=16,ep=16 or tp=8,pp=2; dp=N for dp-attention.")],
     layers: Annotated[int, typer.Option(min=0, help="Plan for the first N layers only; 0 for all.")] = 0,
-    transport: Annotated[
-        str, typer.Option(callback=one_of(TRANSPORTS), help="Transport: auto, ipc, p2p, broadcast or nixl.")
-    ] = "auto",
+    transport: Annotated[str, choice(TRANSPORTS, "Transport of the weights.")] = "auto",
     bucket_mib: Annotated[
         float, typer.Option(min=0.01, max=_MOST_MIB, callback=finite, help="Bucket of an update, in MiB.")
     ] = 64.0,
@@ -218,7 +215,7 @@ def plan(
     ] = 0.0,
     ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks per host, of the trainer and of the engine.")] = 8,
     colocated: Annotated[bool, typer.Option("--colocated", help="Both sides on the same hosts.")] = False,
-    device: Annotated[str, typer.Option(callback=one_of(DEVICES), help="The engine's: cuda or cpu.")] = "cuda",
+    device: Annotated[str, choice(DEVICES, "Device of the engine.")] = "cuda",
     ignore: Annotated[
         list[str] | None, typer.Option(help="fnmatch pattern of names that the trainer leaves out.")
     ] = None,
@@ -234,9 +231,10 @@ def plan(
         float, typer.Option(min=1, max=_MOST_S, callback=finite, help="End after so many seconds.")
     ] = 1800.0,
 ) -> None:
-    """Say what an update would move, with real models and the real plan, but no weights, no GPU and no trainer.
+    """Say what an update would move, without weights or GPU.
 
-    Needs SGLang. Exits with 1 if the update would be refused, and with 2 if no plan can be made.
+    It makes the real plan for real models, and needs SGLang but no trainer. Exits with 1 if the update would be
+    refused, and with 2 if no plan can be made.
     """
     from sglang_reshard.cli.plan.command import run
 
@@ -272,11 +270,10 @@ def report(
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Also write a trace that ui.perfetto.dev opens.")] = None,
 ) -> None:
-    """Draw one update: a timeline by rank and phase, bytes between ranks, memory, and the choice of the transport."""
+    """Draw one update as a page.
+
+    It has a timeline by rank and phase, bytes between ranks, memory, and the choice of the transport.
+    """
     from sglang_reshard.cli.report.command import run
 
     typer.echo(run(file, update, out, trace))
-
-
-if __name__ == "__main__":
-    app()

@@ -37,22 +37,28 @@ class Commands(TyperGroup):
             code = _show_usage(error)
         except (typer.Abort, KeyboardInterrupt):
             code = INTERRUPTED
-        except (ReshardError, ValueError, OSError, ImportError) as error:
-            typer.echo(one_line(error), err=True)
-            code = REFUSED if isinstance(error, _REFUSALS) else IMPOSSIBLE
         if not standalone_mode:
             return code
         sys.exit(code or DONE)
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ReshardError, ValueError, OSError, ImportError) as error:
+            typer.echo(f"{ctx.command_path} {ctx.invoked_subcommand}: {line_of(error)}", err=True)
+            raise typer.Exit(REFUSED if isinstance(error, _REFUSALS) else IMPOSSIBLE) from error
 
-def one_line(error: BaseException) -> str:
+
+def line_of(error: BaseException) -> str:
     """Returns the error as one line. It names a file with the full text if that has more lines, as a traceback has."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) < 2:
-        return f"{type(error).__name__}: {''.join(lines)}"
+        return "".join(lines) or type(error).__name__
     with tempfile.NamedTemporaryFile("w", prefix="sglang-reshard-", suffix=".log", delete=False) as log:
         log.write(f"{error}\n")
-    return f"{type(error).__name__}: {lines[0]} {lines[-1]} (all of it is in {log.name})"
+    return f"{lines[0]} {lines[-1]} (all of it is in {log.name})"
 
 
 def _show_usage(error: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import typer
 
@@ -24,6 +25,13 @@ def one_of(known: Sequence[str]) -> Callable[[str], str]:
         return value
 
     return check
+
+
+def choice(known: Sequence[str], help: str) -> Any:
+    """Returns an option that takes one of these values: its help and the shell's completion list them."""
+    return typer.Option(
+        metavar=f"[{'|'.join(known)}]", callback=one_of(known), autocompletion=lambda: list(known), help=help
+    )
 
 
 def several_of(known: Sequence[str]) -> Callable[[str], str]:

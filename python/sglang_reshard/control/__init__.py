@@ -16,6 +16,7 @@ peer has died, and bounds no bytes (docs/results/control.md).
 
 from sglang_reshard.control.client import ControlClient, Standing, WaitTimedOut, weakly
 from sglang_reshard.control.connection import Address
+from sglang_reshard.control.protocol import ENDED
 from sglang_reshard.control.server import ControlServer
 
-__all__ = ["Address", "ControlClient", "ControlServer", "Standing", "WaitTimedOut", "weakly"]
+__all__ = ["ENDED", "Address", "ControlClient", "ControlServer", "Standing", "WaitTimedOut", "weakly"]

@@ -18,6 +18,7 @@ import msgspec
 
 Method = TypeVar("Method", bound=Callable[..., object])
 
+ENDED = "ended the session"  # why a connection ends that is not lost
 DEFERRED = object()
 """Returned by an operation that replies later, or has replied already."""
 

@@ -268,7 +268,7 @@ class _Serving:
         self._stores[cast(str, session)].end(call.client)
         for connection in self.connections - {call.client}:
             if connection.session == session:
-                connection.finish(protocol.Event(None, f"{who} ended the session"))
+                connection.finish(protocol.Event(None, f"{who} {protocol.ENDED}"))
 
     def handle(self, connection: _Connection, number: int, name: str, arguments: tuple[Any, ...]) -> None:
         """Executes a request. Raises ProtocolError."""

@@ -18,16 +18,16 @@ WARPS = 4  # of a tile: with 16 KiB, eight 16-byte loads of each thread are unde
 
 
 @cache
-def compile_kernel(kind: TileKind, device: torch.device, warps: int = WARPS) -> None:
+def compile_kernel(kind: TileKind, device: torch.device) -> None:
     """Compiles the kernel of this kind and loads it, by a launch that copies nothing. Takes seconds the first time."""
     nothing = torch.zeros(FIELDS, dtype=torch.int64)
     nothing[[2, 3, 5]] = torch.tensor([1, 1, 8])  # divisors; there are no rows
-    launch(kind, nothing.to(device), torch.zeros(1, dtype=torch.int64, device=device), warps)
+    launch(kind, nothing.to(device), torch.zeros(1, dtype=torch.int64, device=device))
 
 
-def launch(kind: TileKind, boxes: torch.Tensor, tiles: torch.Tensor, warps: int = WARPS) -> None:
+def launch(kind: TileKind, boxes: torch.Tensor, tiles: torch.Tensor) -> None:
     """Starts the copies of `tiles` in the current stream of the current device."""
-    copy_tiles[(tiles.numel(),)](boxes, tiles, *constants(kind), num_warps=warps)
+    copy_tiles[(tiles.numel(),)](boxes, tiles, *constants(kind), num_warps=WARPS)
 
 
 def constants(kind: TileKind) -> tuple[Any, ...]:

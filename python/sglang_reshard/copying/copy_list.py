@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_reshard.copying.copy_table import DEFAULT_TILING, Tiling
 from sglang_reshard.copying.host_copies import Pair, host_copies
 from sglang_reshard.copying.kernel_copies import KernelCopies
 from sglang_reshard.gpu.runtime import runtime
@@ -33,7 +32,6 @@ class CopyList:
         The prepared list holds addresses: other memory that is moved or freed must not be copied afterwards.
         """
         self._movable, self._addresses = list(movable), list[int]()
-        self._tiling = DEFAULT_TILING
         self._destinations: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         self._kernels: list[KernelCopies] = []
@@ -45,19 +43,19 @@ class CopyList:
         self._destinations.append(destination)
         self._sources.append(source)
 
-    def build(self, tiling: Tiling = DEFAULT_TILING) -> None:
+    def build(self) -> None:
         """Prepares `run`, once all is added: writes the tables of a GPU, and compiles its kernels, which takes seconds.
 
         So it has to be called before any rank may write.
         """
-        self._kernels, self._written, self._read, self._groups, self._tiling = [], [], [], [], tiling
+        self._kernels, self._written, self._read, self._groups = [], [], [], []
         self._addresses = [tensor.data_ptr() for tensor in self._movable]
         by_device: dict[torch.device, list[Pair]] = {}
         for pair in zip(self._destinations, self._sources, strict=True):
             by_device.setdefault(pair[0].device, []).append(pair)
         for device, pairs in by_device.items():
             if runtime().is_gpu(device):
-                kernels, rest = KernelCopies.of(pairs, device, tiling)
+                kernels, rest = KernelCopies.of(pairs, device)
                 self._kernels.append(kernels)
                 self._groups += _by_dtype(rest)
             else:
@@ -80,7 +78,7 @@ class CopyList:
     def run(self) -> None:
         assert self._groups is not None, "build() comes first"
         if self._addresses != [tensor.data_ptr() for tensor in self._movable]:
-            self.build(self._tiling)
+            self.build()
         for kernels in self._kernels:
             kernels.run()
         deque(map(_assign, self._written, repeat(...), self._read), maxlen=0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_reshard.copying.copy_table import DEFAULT_TILING, TileKind, Tiling, launches_of
+from sglang_reshard.copying.copy_table import TileKind, launches_of
 from sglang_reshard.copying.host_copies import Pair
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.observability.logs import get_logger
@@ -24,15 +24,13 @@ class KernelCopies:
     launches: tuple[tuple[TileKind, torch.Tensor, torch.Tensor], ...]
 
     @classmethod
-    def of(
-        cls, pairs: Sequence[Pair], device: torch.device, tiling: Tiling = DEFAULT_TILING
-    ) -> tuple[KernelCopies, list[Pair]]:
+    def of(cls, pairs: Sequence[Pair], device: torch.device) -> tuple[KernelCopies, list[Pair]]:
         """Returns the copies that kernels make on `device`, ready to run, and the pairs that are left to torch.
 
         All of them are left, with a warning, on a host that has no Triton or on which it cannot compile.
         """
         reachable = [all(runtime().reachable_by_kernels(tensor, device) for tensor in pair) for pair in pairs]
-        found, rest = launches_of(itertools.compress(pairs, reachable), tiling)
+        found, rest = launches_of(itertools.compress(pairs, reachable))
         rest += [pair for pair, is_reachable in zip(pairs, reachable, strict=True) if not is_reachable]
         if not found:
             return cls(device, ()), rest

@@ -24,7 +24,7 @@ from sglang_reshard.trace.code_uses import (
     Uses,
     functions_around,
     functions_of,
-    functions_that_mention,
+    functions_of_package,
     loaders_of,
     methods_of,
     names_reached,
@@ -47,16 +47,16 @@ def is_lazy(table: Table, key: Any) -> bool:
         if any(makers(owner, key) for owner in owners(table)) or any(isinstance(k, _Property) for k in kept):
             return True
         if isinstance(table.owner, types.FunctionType):
-            return any(key in uses.loads and key in uses.stores for uses in _uses(table))
+            return any(key in uses.loads and key in uses.stores for uses in _uses(table, key))
         # A name like that is of one class, so a function anywhere that has it is of its package.
         is_private = isinstance(key, str) and key.startswith("_") and len(key) > 3
         return is_private and any(key in u.loads and key in u.stores for u in _elsewhere(table, key))
-    return any(key in uses.loads and _stored(table, key) in uses.stores for uses in _uses(table))
+    return any(key in uses.loads and _stored(table, key) in uses.stores for uses in _uses(table, key))
 
 
 def makers(owner: Any, attribute: str) -> list[str]:
     """Returns the methods of `owner` that make `attribute` when it is needed; "" for those of its helpers."""
-    methods = methods_of(type(owner))
+    methods = methods_of(type(owner), attribute)
     found = [
         name
         for name, uses in methods.items()
@@ -70,7 +70,7 @@ def makers(owner: Any, attribute: str) -> list[str]:
             )
         )
     ]
-    helpers = any(attribute in uses.loads and attribute in uses.stores for uses in _helper_methods(owner))
+    helpers = any(attribute in uses.loads and attribute in uses.stores for uses in _helper_methods(owner, attribute))
     return found + [""] * helpers
 
 
@@ -79,7 +79,7 @@ def guards(change: Change, changes: Sequence[Change]) -> list[Change]:
     table, key = change.table, change.key
     if table.kind not in ("attributes", "class", "globals"):
         return []
-    uses = [*_uses(table), *(_elsewhere(table, key) if table.kind == "attributes" else ())]
+    uses = [*_uses(table, key), *(_elsewhere(table, key) if table.kind == "attributes" else ())]
     made = [u for u in uses if _stored(table, key) in u.stores or (change.how == "written" and key in u.loads)]
     return [
         other
@@ -134,9 +134,9 @@ def making(change: Change) -> list[Uses]:
         return [u for u, name in _of_keepers(table) if u.fills_containers and name in u.loads | u.arguments]
     if change.how == "written":
         # torch's modules count their batches and reset their weights, and derive nothing.
-        own = (u for u in _uses(table) if not u.file.startswith(_TORCH))
+        own = (u for u in _uses(table, key) if not u.file.startswith(_TORCH))
         return [u for u in own if key in u.stores or u.writes_in_place({key})]
-    uses = [*_uses(table), *_elsewhere(table, key)] if change.how == "appeared" else list(_uses(table))
+    uses = [*_uses(table, key), *(_elsewhere(table, key) if change.how == "appeared" else ())]
     stored = _stored(table, key)
     return [u for u in uses if stored in u.stores]
 
@@ -153,22 +153,22 @@ def owners(table: Table) -> list[Any]:
     return [one for one in found if not isinstance(one, (torch.Tensor, types.ModuleType))]
 
 
-def _uses(table: Table) -> Iterator[Uses]:
-    """Yields the functions that may make values of a table."""
+def _uses(table: Table, key: Any) -> Iterator[Uses]:
+    """Yields the functions that may make the value of a table under `key`, and others that have this name."""
     if table.kind == "closure":
         yield uses_of(table.owner.__code__)
     elif table.kind == "globals":
-        yield from functions_of(table.owner)
+        yield from functions_of(table.owner, key)
     else:
         for owner in owners(table):
-            yield from _methods_for(owner)
+            yield from _methods_for(owner, key)
 
 
 def _of_keepers(table: Table) -> Iterator[tuple[Uses, str]]:
     """Yields the functions that may fill a container, or call a cached function, with the name that they know it by."""
     for owner, attribute in table.keepers:
         of_module = isinstance(owner, types.ModuleType)
-        for uses in functions_of(owner) if of_module else _methods_for(owner):
+        for uses in functions_of(owner, attribute) if of_module else _methods_for(owner, attribute):
             yield uses, attribute
 
 
@@ -177,20 +177,20 @@ def _elsewhere(table: Table, key: Any) -> Iterator[Uses]:
     kind = table.owner if isinstance(table.owner, type) else type(owners(table)[0]) if owners(table) else None
     for package in dict.fromkeys(base.__module__.partition(".")[0] for base in kind.__mro__) if kind else ():
         if package not in ("builtins", "torch") and isinstance(key, str):
-            yield from functions_that_mention(package, key)
+            yield from functions_of_package(package, key)
 
 
-def _methods_for(owner: Any) -> Iterator[Uses]:
+def _methods_for(owner: Any, name: str) -> Iterator[Uses]:
     kind = owner if isinstance(owner, type) else type(owner)
-    yield from methods_of(kind).values()
+    yield from methods_of(kind, name).values()
     if isinstance(owner, types.FunctionType):
         yield uses_of(owner.__code__)
-    yield from _helper_methods(owner)
+    yield from _helper_methods(owner, name)
 
 
-def _helper_methods(owner: Any) -> Iterator[Uses]:
+def _helper_methods(owner: Any, name: str) -> Iterator[Uses]:
     """Yields the methods of objects in attributes, such as quantization methods, and the functions around the class."""
     for helper in [] if isinstance(owner, type) else list(getattr(owner, "__dict__", {}).values()):
         if hasattr(helper, "__dict__") and not isinstance(helper, (torch.nn.Module, torch.Tensor, type)):
-            yield from methods_of(type(helper)).values()
-    yield from functions_around(owner if isinstance(owner, type) else type(owner))
+            yield from methods_of(type(helper), name).values()
+    yield from functions_around(owner if isinstance(owner, type) else type(owner), name)

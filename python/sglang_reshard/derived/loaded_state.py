@@ -74,7 +74,7 @@ class LoadedState:
             for key, value in table.items():
                 before = loaded[1].get(key, MISSING)
                 how = self._how(before, value, accepted)
-                if how:
+                if how and key != _LOADED:
                     found.append(Change(table, key, MISSING if how != "appeared" else before, how))
                 loaded_anew = how == "replaced" and isinstance(value, torch.nn.Parameter)
                 if isinstance(value, torch.Tensor) and (how in ("", "written") or loaded_anew):

@@ -163,7 +163,8 @@ class Search:
 
 def _numbers(change: Change) -> list[Any]:
     """Returns numbers that may be of weights. Those of a configuration are not."""
-    return numbers_in(change.value, in_objects=is_made_of_values(change))
+    found = numbers_in(change.value)
+    return found if not found or is_made_of_values(change) else numbers_in(change.value, in_objects=False)
 
 
 def _shapes(tensors: Iterable[torch.Tensor]) -> set[tuple[int, ...]]:

@@ -77,13 +77,11 @@ class PrepareVote(Vote, frozen=True):
 class PlanVote(Vote, frozen=True):
     """Ends `plan`.
 
-    plan     digest of the strategy, which must be the same on all ranks
-    landing  see `Landing.tells`
-    kept     names of the parameters that this rank leaves as they are
+    plan  digest of the strategy, which must be the same on all ranks
+    kept  names of the parameters that this rank leaves as they are
     """
 
     plan: str = ""
-    landing: str = ""
     kept: tuple[str, ...] = ()
 
 
@@ -109,6 +107,7 @@ class UpdateContext:
     kept_bytes  bytes of buffers that an earlier update left
     reused      the transfer is an earlier update's
     taken       engine ranks take the trainer ranks' offers instead of all weights
+    may_write   all engine ranks have voted to write
     seconds     phase -> seconds
     phase       the phase that was entered last
     digest      of all weights, on engine rank 0, once they have been verified in full
@@ -123,6 +122,7 @@ class UpdateContext:
     kept_bytes: int = 0
     reused: bool = False
     taken: bool = False
+    may_write: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     phase: Phase = Phase.PREPARE
     digest: str = ""
@@ -196,8 +196,8 @@ def failed_phase(error: BaseException, current: Phase) -> str:
     return phase if phase in list(Phase) else "aborted"
 
 
-def describe_error(error: Exception) -> str:
-    if isinstance(error, ReshardError):
+def describe_error(error: BaseException) -> str:
+    if isinstance(error, (ReshardError, PhaseFailed)):
         return str(error)
     logger.error("update failed", exc_info=error)
     return f"{type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from sglang_reshard.engine.unread import check_unread, unread_remark
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.choice import Landings
 from sglang_reshard.plan import ClusterTopology, RankDemand
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepare, encode
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepare
 from sglang_reshard.routes import choose_strategy, engine_end
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Kept, Meeting, Reads
 from sglang_reshard.routes.strategy import Strategy
@@ -108,7 +108,7 @@ class Transfers:
         Raises Mismatch for names that no engine rank reads, and Unsupported for an infeasible transport or
         insufficient memory.
         """
-        request, session, remark = context.request, context.session, target.names.remark
+        request, remark = context.request, target.names.remark
         if unread := target.unread(demands):
             check_unread(unread, request.ignore, request.apart)
             remark = "; ".join(filter(None, (unread_remark(unread), remark)))
@@ -119,32 +119,24 @@ class Transfers:
         memory = self.trainer_memory.map(mapped, context, index.layout)
         ranks_on_host = sum(demand.host == demands[self._rank].host for demand in demands)
         checked = request.verify != "off" and not strategy.compares
-        landing = self._landings.make(
-            request, target.program, index, session, target.names.names, ranks_on_host, checked=checked
-        )
+        landing = self._landings.make(context, target, ranks_on_host, checked=checked)
         side = EngineSide(
             reads=Reads(self._rank, self._device, index, target.read_plan, landing, memory, request.timeout_s),
+            request=request,
             live=target.program,
-            engine=request.engine,
             read_plans=tuple(demand.digest for demand in demands),
-            trainer_ranks=len(request.trainer_hosts),
-            bucket_bytes=request.bucket_bytes,
             transfer=f"{request.update}/{strategy.digest()}",
-            options=request.around,
             kept=self._kept_by_routes,
         )
         end = engine_end(side, strategy)
-        asked = end.ask(session)
-        command = None
-        if asked is not None:
-            command = Prepare(side.transfer, asked.route, encode(asked.message), request.timeout_s)
-        self.last = Prepared(target, request, strategy, end, command, landing, remark, ())
+        self.last = Prepared(target, request, strategy, end, end.ask(context.session), landing, remark, ())
         return self.last
 
     def connect(self, context: UpdateContext) -> None:
         """Connects what was planned. Collective over engine ranks and the trainer ranks that prepare."""
         assert self.last is not None
         scope, update = context.channel.scope, context.request.update
+        self.last.landing.connect(context.all_gather, self.last.kept)
         self.last.end.connect(Meeting(context.session, scope, update, context.all_gather, self.last.kept))
 
 

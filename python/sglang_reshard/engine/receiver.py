@@ -15,12 +15,12 @@ from contextlib import ExitStack, contextmanager, suppress
 import torch
 
 from sglang_reshard import tasks
-from sglang_reshard.engine.context import Phase, PhaseFailed, UpdateContext, failed_phase
+from sglang_reshard.engine.context import Phase, PhaseFailed, UpdateContext, describe_error, failed_phase
 from sglang_reshard.engine.targets import Target
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import Aborted, ConnectionLost, Mismatch, ReshardError, Unsupported
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.observability.logs import get_logger, log_context
+from sglang_reshard.observability.logs import log_context
 from sglang_reshard.observability.peak_memory import PeakMemory
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import PUBLISHED_S, Session
@@ -28,7 +28,6 @@ from sglang_reshard.protocol.validation import MAX_UPDATE, check_request, max_up
 from sglang_reshard.routes.wire.concurrent_use import warn_of_concurrent_use
 from sglang_reshard.trace.program import Program
 
-logger = get_logger(__name__)
 _IDLE_S = 1.0  # for what is left of an update that has ended
 _END_S = 1.0  # for an update that was aborted to end, as long as its control server answers
 Output = DistributedUpdateWeightsOutput
@@ -45,7 +44,7 @@ class WeightReceiver:
     def __init__(self, target: Target, rank: int, size: int, device: torch.device) -> None:
         """Writes `target` on engine rank `rank` of `size`, whose memory is on `device`."""
         self._rank, self._size, self._device = rank, size, device
-        self._executor = UpdateExecutor(target, rank, size, device)
+        self._executor = UpdateExecutor(target, rank, device)
         self._session: Session | None = None
         self._engine = 0  # this one's number in the session
         self._lock = threading.Lock()  # held during an update, and while a session that has ended is dropped
@@ -67,8 +66,7 @@ class WeightReceiver:
             self._executor.prepare(context, refusal)
             if request.staged:
                 self._executor.receive_staged(context)
-                self._executor.prepare_commit(context, "")
-            return self._written(context)
+            return self._written(context, "")
 
         return self._run(request, write)
 
@@ -92,12 +90,7 @@ class WeightReceiver:
         """Makes live what was staged, once `staged` reports success on the first rank. Collective."""
         if self._staging is not None:
             wait([self._staging], request.timeout_s)
-
-        def commit(context: UpdateContext) -> Output:
-            self._executor.prepare_commit(context, refusal)
-            return self._written(context)
-
-        return self._run(request, commit, staged=True)
+        return self._run(request, lambda context: self._written(context, refusal), staged=True)
 
     def _receive(self, request: DistributedUpdateWeightsReq) -> Output:
         def receive(context: UpdateContext) -> None:
@@ -106,8 +99,8 @@ class WeightReceiver:
 
         return self._run(request, receive, staged=True)
 
-    def _written(self, context: UpdateContext) -> Output:
-        output = self._executor.write(context)
+    def _written(self, context: UpdateContext, refusal: str) -> Output:
+        output = self._executor.write(context, refusal)
         self._leave()
         return output
 
@@ -196,7 +189,7 @@ class WeightReceiver:
 
     def _cleaned_up(self, error: BaseException, request: DistributedUpdateWeightsReq) -> Output:
         """Ends a failed update: drops what it leaves unusable, and informs the other ranks if they do not know."""
-        message = str(error)
+        message = describe_error(error)
         self._executor.transfers.failed(request)
         if isinstance(error, PhaseFailed):  # all engine ranks raise it
             if error.phase is not Phase.PREPARE:  # until then nothing that is kept was changed
@@ -205,9 +198,6 @@ class WeightReceiver:
         elif isinstance(error, Aborted):  # all ranks raise it
             self._executor.transfers.clear()  # a process group that only some members have made cannot be used
         else:
-            if not isinstance(error, ReshardError):
-                logger.error("update %d failed", request.update, exc_info=error)
-                message = f"{type(error).__name__}: {error}"
             message = f"engine rank {self._rank}: {message}"
             if self._context is not None:
                 self._context.channel.abort(message)  # first: what was given to the GPU may wait for other ranks

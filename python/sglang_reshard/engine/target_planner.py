@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -62,7 +61,7 @@ class TargetPlanner:
 
         Returns the votes of all engine ranks, if none of them has a transfer to reuse.
         """
-        from sglang_reshard.engine.names.search import search_names
+        from sglang_reshard.engine.names import search_names
 
         try:
             with context.enter(Phase.TRACE):
@@ -155,7 +154,7 @@ class TargetPlanner:
             read_plan, location = None, replace(location, unreadable=unreadable)
         if known is not None and known.read_plan is read_plan and known.demand.unreadable == unreadable:
             return known
-        demand = rank_demand(tensor_index, read_plan, host, len(os.sched_getaffinity(0)), gpu, unreadable)
+        demand = rank_demand(tensor_index, read_plan, host, gpu, unreadable)
         traced = request.layout, signature, may_stay, names
         return TargetPlan(*traced, trainers, tensor_index, program, read_plan, demand)
 

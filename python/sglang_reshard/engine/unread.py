@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 
 from sglang_reshard.engine.context import LastWrite
 from sglang_reshard.errors import Mismatch
@@ -12,10 +11,8 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.program import Program
 
-_NOTHING: Mapping[str, str] = MappingProxyType({})
 
-
-def check_unread(unread: Sequence[str], ignore: Sequence[str], apart: Mapping[str, str] = _NOTHING) -> None:
+def check_unread(unread: Sequence[str], ignore: Sequence[str], apart: Mapping[str, str]) -> None:
     """Raises Mismatch unless each name that no engine rank reads matches one of the patterns in `ignore`.
 
     A loader skips unknown tensors and unneeded ones (a tied head, a layer for speculative decoding) alike, without

@@ -4,18 +4,19 @@
     plan     all demands are known: choose the strategy, map trainer memory, check what can be checked
     call     trainer ranks that send prepare to do so
     connect  create communicators, buffers and views, together with the trainer ranks that send
-    check    what has to be checked of an offer has arrived, and is sound, on all engine ranks
     staged   a staged update has arrived where the landing holds it back, and is verified
+    check    what has to be checked of an offer has arrived, and is sound
+    ready    all engine ranks are about to write
     move     bytes arrive where the landing has them written: in the live parameters, or apart from them
     verify   checksums of the arrived weights are compared with the trainer's, if requested
     commit   staged weights are made live; the loader's local steps run; what forward passes have derived
              from the old weights is dropped, or computed again
 
 All engine ranks vote between the phases, and so proceed or fail together. The first byte is written to live memory
-after all ranks have voted that they are ready: before `move`, or before `commit` of a staged update. The control server
+after all ranks have voted `ready`: before `move`, or before `commit` of a staged update. The control server
 counts that vote only while the trainer stands by the update, and lets the trainer know of it: see `update_channel`. A
 failure before that leaves the old weights untouched. A failure after it leaves the rank torn until an update succeeds.
-An update for which nothing has changed goes from `prepare` straight to `move`, or to `check` if an offer is taken.
+An update for which nothing has changed goes from `prepare` straight to `move`: that vote then stands for `ready`.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class UpdateExecutor:
     A phase that fails raises PhaseFailed or Aborted if all ranks know of it, and any other error if they do not.
     """
 
-    def __init__(self, target: Target, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, target: Target, rank: int, device: torch.device) -> None:
         """See `WeightReceiver`."""
-        self._target, self._rank, self._size, self._device = target, rank, size, device
+        self._target, self._rank, self._device = target, rank, device
         # Signature and layout of the target whose remark is in an earlier report; a reference would keep its memory.
         self._remarked: tuple[int, str] | None = None
         self._live: TargetPlan | None = None  # by which the live weights, and scratch memory, were written
@@ -75,19 +76,17 @@ class UpdateExecutor:
     def prepare(self, context: UpdateContext, refusal: str) -> None:
         """Does all that can be done before a byte is written. `refusal` fails the update on all ranks."""
         vote = PrepareVote(error=refusal) if refusal else self._planner.vote(context)
-        # Where something is offered, the votes tell whether it is taken, and so which vote is the last one.
+        # What is offered may have to be checked first.
         last = vote.reusable and not context.request.staged and not context.request.offers
         votes = self._vote_before_writing(context, Phase.PREPARE, vote, may_write=last)
         reusable = all([v.reusable for v in votes])
         if not reusable and names_are_open(votes):
             votes = self._planner.find_names(context)
         context.check_votes(Phase.PREPARE, votes)
-        context.reused = reusable
+        context.reused, context.may_write = reusable, reusable and last
         if reusable:
             context.taken = all([v.accepts for v in votes])
             context.kept_bytes = self.transfer.held_bytes
-            if context.request.offers and not context.request.staged and not context.taken:
-                self.prepare_commit(context, refusal)
             return
         self.transfers.drop_last()
         self._connect(context, self._plan(context))
@@ -105,19 +104,11 @@ class UpdateExecutor:
 
         context.all_gather_votes(Phase.STAGED, Vote(context.attempt(receive)))
 
-    def prepare_commit(self, context: UpdateContext, refusal: str) -> None:
-        """Takes the last vote before the live weights are written, where `prepare` has not: time may have passed."""
-        if not refusal and self._target.placement() != self._planner.placed:
-            refusal = "experts were rebalanced after the update was staged; repeat the update"
-        self._check_before_writing(context, Phase.READY, refusal)
-
-    def write(self, context: UpdateContext) -> DistributedUpdateWeightsOutput:
-        """Writes the live weights: everything that a failure leaves torn. An offer is checked before it begins."""
+    def write(self, context: UpdateContext, refusal: str) -> DistributedUpdateWeightsOutput:
+        """Writes the live weights: everything that a failure leaves torn. `refusal` fails the update before that."""
+        if not context.may_write:
+            self._last_vote(context, refusal)
         target, last = self.transfer.target, self.last
-        if (
-            context.taken and not self.transfer.landing.holds_back
-        ):  # fails on all ranks if one of them receives damaged data
-            self._check_before_writing(context, Phase.CHECK, context.attempt(self._check_taken, context))
         last.torn, last.stock_changes = _torn(context.request), context.request.stock_changes
         last.kept, self._live = target.program.kept, None
 
@@ -222,14 +213,13 @@ class UpdateExecutor:
         with context.enter(Phase.PLAN):
             try:
                 plan = self.transfers.plan(context, demands, target)
-                vote = PlanVote(plan=plan.strategy.digest(), landing=plan.landing.tells(), kept=target.program.kept)
+                vote = PlanVote(plan=plan.strategy.digest(), kept=target.program.kept)
             except Exception as error:
                 vote = PlanVote(error=self._planner.described(context, error))
             votes = context.all_gather_votes(Phase.PLAN, vote)
         if plan is None or len({v.plan for v in votes}) > 1:
             raise ReshardError("engine ranks made different plans. This is a bug; please report it")
         plan.kept = tuple(sorted({name for v in votes for name in v.kept}))
-        plan.landing.told(tuple(v.landing for v in votes), plan.kept)
         return plan
 
     def _connect(self, context: UpdateContext, plan: Prepared) -> None:
@@ -245,11 +235,7 @@ class UpdateExecutor:
                     except Exception as failure:
                         error = describe_error(failure)
                 context.all_gather_votes(Phase.CALL, Vote(error))
-            error = context.attempt(self.transfers.connect, context)
-            if request.staged:
-                context.all_gather_votes(Phase.CONNECT, Vote(error))
-            else:
-                self._check_before_writing(context, Phase.CONNECT, error)
+            context.all_gather_votes(Phase.CONNECT, Vote(context.attempt(self.transfers.connect, context)))
 
     def _check_taken(self, context: UpdateContext) -> None:
         with context.enter(Phase.CHECK):
@@ -286,9 +272,14 @@ class UpdateExecutor:
         assert transfer is not None
         return transfer
 
-    def _check_before_writing(self, context: UpdateContext, phase: Phase, error: str) -> None:
-        """Takes the vote after which all ranks write. Raises PhaseFailed on all of them, if any has an error."""
-        context.check_votes(phase, self._vote_before_writing(context, phase, Vote(error), may_write=not error))
+    def _last_vote(self, context: UpdateContext, error: str) -> None:
+        """Takes the vote after which all ranks write, where `prepare` has not. Fails on all, if any has an error."""
+        if not error and self._target.placement() != self._planner.placed:
+            error = "experts were rebalanced after the update was staged; repeat the update"
+        if not error and context.taken and not self.transfer.landing.holds_back:
+            error = context.attempt(self._check_taken, context)  # what this rank receives may be damaged
+        votes = self._vote_before_writing(context, Phase.READY, Vote(error), may_write=not error)
+        context.check_votes(Phase.READY, votes)
 
     def _vote_before_writing(self, context: UpdateContext, phase: Phase, vote: V, *, may_write: bool) -> list[V]:
         """Returns the votes of all ranks, after which all write if all may.

@@ -9,12 +9,20 @@ An update sends values as they are, and looks at none.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from sglang_reshard.layout.regions import Box, LocalRegion, Region, split
+from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.sources import NamedTensors, describe
-from sglang_reshard.sources.finite import not_finite
 from sglang_reshard.trainer.collectives import gather, require_cpu_backend
+
+_Shards = Sequence[tuple[Box, LocalRegion]]  # the boxes of a tensor that a rank holds, and where it has them
+
+CHUNK = 1 << 18  # elements that are copied at a time where a copy is needed: 1 MiB of float32
 
 
 def first_not_finite(
@@ -43,3 +51,75 @@ def first_not_finite(
         return find() or None
     require_cpu_backend(group)
     return next(filter(None, gather(find, str, group)), None)
+
+
+def not_finite(layout: SourceLayout, local_tensors: Sequence[torch.Tensor], trainer_rank: int) -> str | None:
+    """Returns an error message for the first tensor with a NaN or infinity among this rank's shards; None if none has.
+
+    The message has the tensor's name, the number of such elements on this rank, and the global index of the first.
+    Every element of the rank's shards is read once, and the device is synchronized once. Temporaries have at most CHUNK
+    elements (4 bytes each, 8 for float64). Integers and booleans are always finite.
+    """
+    shards_of: dict[tuple[object, ...], _Shards] = {}  # equally sharded tensors share one entry
+
+    def shards(number: int) -> _Shards:
+        tensor = layout.tensors[number]
+        key = tensor.shape, tensor.mesh, tensor.placements
+        if key not in shards_of:
+            held = layout.shard_map(tensor)
+            own = held.shards_of(trainer_rank)
+            shards_of[key] = [(shard.box, held.to_local(shard, Region.of(shard.box))) for shard in own]
+        return shards_of[key]
+
+    extremes: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for i, local in enumerate(local_tensors):
+        if local.is_floating_point():
+            for _, region in shards(i):
+                for chunk in _reducible(region.view(local)):
+                    both = torch.stack(torch.aminmax(chunk))  # a NaN becomes both, an infinity one of them
+                    extremes.setdefault(local.device, []).append((i, both.to(torch.float64)))
+    bad = []
+    for of_device in extremes.values():
+        finite = torch.stack([both for _, both in of_device]).isfinite().all(dim=1).tolist()
+        bad += [i for (i, _), good in zip(of_device, finite, strict=True) if not good]
+    if not bad:
+        return None
+    first = min(bad)
+    return _message(layout.tensors[first].name, shards(first), local_tensors[first], trainer_rank)
+
+
+def _chunks(values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yields (box, elements) in row-major order, at most CHUNK elements at a time."""
+    if values.numel():
+        for box in split(Box.whole(tuple(values.shape)), CHUNK):
+            yield box, values[box.slices()]
+
+
+def _reducible(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields tensors that `aminmax` reads without a large copy: a contiguous tensor as it is, others in chunks."""
+    if values.element_size() > 1 and values.is_contiguous():
+        if values.numel():
+            yield values
+        return
+    for _, chunk in _chunks(values):
+        # Reductions do not support 8-bit floats, and copy non-contiguous tensors.
+        yield chunk.float() if chunk.element_size() == 1 else chunk.contiguous()
+
+
+def _message(name: str, shards: _Shards, local: torch.Tensor, trainer_rank: int) -> str:
+    elements = nans = infinities = 0
+    firsts: list[tuple[int, ...]] = []
+    for held, region in shards:
+        for box, chunk in _chunks(region.view(local)):
+            values = chunk.float() if chunk.element_size() == 1 else chunk
+            nan, infinite = values.isnan(), values.isinf()
+            if bool((nan | infinite).any()):
+                position = int((nan | infinite).flatten().to(torch.uint8).argmax())
+                index = map(int, np.unravel_index(position, box.shape))
+                firsts.append(tuple(map(sum, zip(held.start, box.start, index, strict=True))))
+            elements, nans, infinities = elements + box.numel, nans + int(nan.sum()), infinities + int(infinite.sum())
+    counts = [f"{n} {kind}" for n, kind in ((nans, "NaN"), (infinities, "infinite")) if n]
+    return (
+        f"trainer rank {trainer_rank}: {nans + infinities} of the {elements} elements of {name} on this rank are not "
+        f"finite ({', '.join(counts)}), the first at global index {min(firsts)}"
+    )

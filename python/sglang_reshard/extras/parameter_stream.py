@@ -13,7 +13,7 @@ one rank: engine ranks read their parts from its memory, and have all of a versi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -156,7 +156,7 @@ class ParameterStream:
 
 
 def buckets(
-    named_tensors: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int, *, by_module: bool = False
+    named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int, *, by_module: bool = False
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Yields groups of parameters that a trainer may broadcast as one: at most `bucket_bytes`, or one larger parameter.
 

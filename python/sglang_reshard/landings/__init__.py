@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from sglang_reshard.errors import ReshardError
-    from sglang_reshard.landings.checked.trainer import TrainerChecks as TrainerChecks
+    from sglang_reshard.landings.checked.source import TrainerChecks as TrainerChecks
     from sglang_reshard.protocol.session import Session
 
 
 def trainer_checks(session: Session, trainer_rank: int, size: int, timeout_s: float) -> TrainerChecks:
     """Returns what answers `checked` on trainer rank `trainer_rank` of `size`. Its module is imported now."""
-    from sglang_reshard.landings.checked import trainer
+    from sglang_reshard.landings.checked import source
 
-    return trainer.TrainerChecks(session, trainer_rank, size, timeout_s)
+    return source.TrainerChecks(session, trainer_rank, size, timeout_s)
 
 
 def explained(errors: Mapping[int, ReshardError], *of_trainer: Any) -> dict[int, ReshardError]:

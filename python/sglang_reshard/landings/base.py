@@ -1,9 +1,10 @@
-"""The interface between the core and a landing: what is between a route and the live weights of one engine rank.
+"""Where the weights of an update arrive on one engine rank, between a route and the live weights.
 
 Once, when a transfer is connected; the route's end goes through its messages in turns, and says which turn brings what:
 
-    landing.place(written, read, ahead)
-    views of landing.program
+    core   landing.connect(gather, kept)
+    route  landing.place(written, read, ahead)
+           views of landing.program
 
 In each update:
 
@@ -15,32 +16,63 @@ In each update:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:  # trainer ranks load no tracer
     from sglang_reshard.engine.context import UpdateContext
+    from sglang_reshard.landings.checked.target import Checks
+    from sglang_reshard.landings.converting import Conversions
+    from sglang_reshard.landings.shadow import Apart
     from sglang_reshard.trace.program import Program
 
 
 class Landing:
-    """Live memory: weights arrive where they are used, in their final form.
+    """By default live memory: weights arrive where they are used, in their final form.
 
-    program       what a route writes
-    holds_back    nothing that arrives is live before `commit`
-    nbytes        of all memory that is kept between updates
-    staged_bytes  of the part of it that holds back what has arrived
-    turns         number of the route's turns after which something is converted
-    finished      number of those that are over, in this update
-    complete      by turn, the targets that are complete after it and are converted then
+    program      what a route writes
+    conversions  of weights that arrive in another form
+    checks       compare what has arrived with the trainer's, before it is converted
+    holds_back   nothing that arrives is live before `commit`
+    turns        number of the route's turns after which something is converted
+    finished     number of those that are over, in this update
+    complete     by turn, the targets that are complete after it and are converted then
     """
 
-    holds_back = False
-    nbytes = staged_bytes = turns = finished = 0
+    conversions: Conversions | None = None
+    checks: Checks | None = None
+    turns = finished = 0
     complete: Sequence[Collection[str]] = ()
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, apart: Apart | None = None) -> None:
+        """`apart`: memory that is written instead of the live weights."""
+        self.program = program if apart is None else apart.program
+        self._apart, self.holds_back = apart, apart is not None
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the memory that holds back what has arrived."""
+        return 0 if self._apart is None else self._apart.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all memory that is kept between updates."""
+        return self.staged_bytes + (0 if self.conversions is None else self.conversions.nbytes)
+
+    def converting(self, device: torch.device, bucket_bytes: int) -> Landing:
+        """Returns this landing, which then converts what its program does, if anything. See `Conversions`."""
+        if self.program.arrivals:
+            from sglang_reshard.landings.converting import Conversions
+
+            self.conversions = Conversions(self.program, device, bucket_bytes)
+        return self
+
+    def connect(self, gather: Callable[[str, Any], list[Any]], kept: tuple[str, ...]) -> None:
+        """Exchanges what engine ranks have to know of each other. `gather`, `kept`: see `routes.base.Meeting`."""
+        if self.checks is not None:
+            self.checks.connect(gather, kept)
 
     def place(self, written: Sequence[Collection[str]], read: Collection[str], ahead: int = 0) -> None:
         """Allocates memory for converted weights. Views of `program` that were made before are out of date.
@@ -49,76 +81,47 @@ class Landing:
         read     targets that are copied from mapped memory
         ahead    number of turns before its own that a message may already be received in
         """
+        if self.conversions is not None:
+            self.program, self.complete = self.conversions.place(written, read, ahead)
+            self.turns, self.finished = len(self.complete), 0
+        if self.checks is not None:
+            self.checks.place(self.program, self.complete)
 
     def turn_of(self, target: str) -> int | None:
         """Returns the turn that copies reads from mapped memory to `target`; None if before all."""
-        return None
+        return None if self.conversions is None else self.conversions.turn_of.get(target)
 
     def arrived(self, turn: int) -> None:
         """The copies of `turn` have been made."""
-
-    def tells(self) -> str:
-        """Returns what the other engine ranks have to know of this one; empty if nothing."""
-        return ""
-
-    def told(self, of_ranks: tuple[str, ...], kept: tuple[str, ...]) -> None:
-        """Called once, before the first update.
-
-        of_ranks  by engine rank, what `tells` has returned
-        kept      names of the parameters that any engine rank leaves as they are
-        """
+        if self.checks is not None:
+            self.checks.arrived(turn)
+        if self.conversions is not None:
+            self.conversions.finish(turn)
+        self.finished = turn + 1
 
     def begin(self, update: UpdateContext) -> None:
-        """Prepares for the weights of an update, before any has arrived."""
+        """Prepares for the weights of an update, before any has arrived.
+
+        Raises Unsupported if weights are to be converted and the route has not placed them.
+        """
+        if self.checks is not None:
+            self.checks.begin(update)
+        if self.conversions is not None:
+            self.conversions.check_placed()
+        if self._apart is not None:
+            self._apart.begin()
+        self.finished = 0
 
     def check(self, update: UpdateContext) -> str:
         """Checks what has arrived. Returns the digest of all weights, or nothing if it is not known.
 
         Raises Mismatch, naming the tensors, if this rank's weights are not the trainer's.
         """
-        return ""
+        if self.conversions is not None:
+            self.conversions.check_finished(self.finished)
+        return "" if self.checks is None else self.checks.compare(update)
 
     def commit(self) -> None:
         """Makes live what has arrived."""
-
-
-class LandingAround(Landing):
-    """A landing around another, to which it leaves all that it does not do itself."""
-
-    def __init__(self, inner: Landing) -> None:
-        self.inner, self.holds_back = inner, inner.holds_back
-        self._follow()
-
-    def place(self, written: Sequence[Collection[str]], read: Collection[str], ahead: int = 0) -> None:
-        self.inner.place(written, read, ahead)
-        self._follow()
-
-    def turn_of(self, target: str) -> int | None:
-        return self.inner.turn_of(target)
-
-    def arrived(self, turn: int) -> None:
-        self.inner.arrived(turn)
-        self.finished = self.inner.finished
-
-    def tells(self) -> str:
-        return self.inner.tells()
-
-    def told(self, of_ranks: tuple[str, ...], kept: tuple[str, ...]) -> None:
-        self.inner.told(of_ranks, kept)
-
-    def begin(self, update: UpdateContext) -> None:
-        self.inner.begin(update)
-        self.finished = self.inner.finished
-
-    def check(self, update: UpdateContext) -> str:
-        return self.inner.check(update)
-
-    def commit(self) -> None:
-        self.inner.commit()
-
-    def _follow(self) -> None:
-        """Takes over the allocations of the inner landing."""
-        inner = self.inner
-        self.program, self.turns = inner.program, inner.turns
-        self.finished, self.complete = inner.finished, inner.complete
-        self.nbytes, self.staged_bytes = inner.nbytes, inner.staged_bytes
+        if self._apart is not None:
+            self._apart.commit()

@@ -4,19 +4,17 @@ converted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_reshard.landings.base import Landing
-from sglang_reshard.plan import TensorIndex
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
-from sglang_reshard.protocol.session import Session
-from sglang_reshard.trace.program import Program
 
 if TYPE_CHECKING:
-    from sglang_reshard.landings.shadow import Shadow
+    from sglang_reshard.engine.context import UpdateContext
+    from sglang_reshard.engine.targets import TargetPlan
+    from sglang_reshard.landings.shadow import Apart, Shadow
+    from sglang_reshard.trace.program import Program
 
 
 class Landings:
@@ -27,45 +25,30 @@ class Landings:
         self._device, self._live = device, live
         self._shadow: Shadow | None = None
 
-    def make(
-        self,
-        request: DistributedUpdateWeightsReq,
-        program: Program,
-        index: TensorIndex,
-        session: Session,
-        names: Sequence[str],
-        ranks_on_host: int,
-        *,
-        checked: bool,
-    ) -> Landing:
-        """Returns where the weights of updates like `request` arrive for `program`.
+    def make(self, update: UpdateContext, target: TargetPlan, ranks_on_host: int, *, checked: bool) -> Landing:
+        """Returns where the weights of updates like this one arrive.
 
-        index          of the sent tensors
-        names          of the tensors in the digest; empty for the layout's own
         ranks_on_host  number of engine ranks that share this one's host memory, with this one
         checked        compare what arrives with the trainer's checksums
 
         Raises Unsupported if there is no memory for shadow weights.
         """
-        landing = self._written(request, program, ranks_on_host)
-        if landing.program.arrivals:
-            from sglang_reshard.landings.converting import Converting
-
-            landing = Converting(landing, self._device, request.bucket_bytes)
+        apart = self._apart(target.program, ranks_on_host) if update.request.staged else None
+        if apart is None:
+            self._shadow = None
+        landing = Landing(target.program, apart).converting(self._device, update.request.bucket_bytes)
         if checked:
-            from sglang_reshard.landings.checked.engine import Checked
+            from sglang_reshard.landings.checked.target import Checks
 
-            landing = Checked(landing, index, session, names)
+            names = target.names.names
+            landing.checks = Checks(landing.program, target.tensor_index, update.session, names)
         return landing
 
     def drop(self) -> None:
         """Drops the shadow weights."""
         self._shadow = None
 
-    def _written(self, request: DistributedUpdateWeightsReq, program: Program, ranks_on_host: int) -> Landing:
-        if not request.staged:
-            self._shadow = None
-            return Landing(program)
+    def _apart(self, program: Program, ranks_on_host: int) -> Apart:
         from sglang_reshard.landings.shadow import Apart, Shadow, check_room, shadow_bytes
 
         if not self._live:

@@ -11,100 +11,100 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.landings.base import Landing, LandingAround
-from sglang_reshard.landings.lifetimes import Lifetime, share_memory
 
 if TYPE_CHECKING:  # trainer ranks load no tracer
-    from sglang_reshard.engine.context import UpdateContext
-    from sglang_reshard.trace.program import Arrival
+    from sglang_reshard.trace.program import Arrival, Program
+
+_ALIGN_BYTES = 256  # of offsets, as torch's own allocator has it on GPUs
 
 
-class Converting(LandingAround):
+class Conversions:
     """Memory for the arrivals of a program, and the places where it writes the converted weights.
 
-    program  the inner landing's, and with memory for its arrivals once they are placed
+    nbytes   of that memory
+    turn_of  see `Landing.turn_of`
     """
 
-    def __init__(self, inner: Landing, device: torch.device, bucket_bytes: int) -> None:
-        """`bucket_bytes`: read from mapped memory in one turn, or one weight if that has more."""
-        super().__init__(inner)
-        self._device, self._bucket_bytes = device, bucket_bytes
-        self._last: dict[str, int] = {}
-        self._finishers: list[list[Callable[[], None]]] = []
-        self._placed = False
+    nbytes = 0
 
-    def place(self, written: Sequence[Collection[str]], read: Collection[str], ahead: int = 0) -> None:
-        self._placed = True
-        known = self.inner.program.arrivals
+    def __init__(self, program: Program, device: torch.device, bucket_bytes: int) -> None:
+        """`bucket_bytes`: read from mapped memory in one turn, or one weight if that has more."""
+        self._given, self._device, self._bucket_bytes = program, device, bucket_bytes
+        self.turn_of: dict[str, int] = {}
+        self._finishers: list[list[Callable[[], None]]] | None = None
+
+    def place(
+        self, written: Sequence[Collection[str]], read: Collection[str], ahead: int
+    ) -> tuple[Program, list[list[str]]]:
+        """See `Landing.place`. Returns the program with memory for its arrivals, and the targets complete by turn."""
+        known = self._given.arrivals
         first: dict[str, int] = {}
-        self._last = {}
+        self.turn_of = last = {}
         for turn, targets in enumerate(written):
             for target in targets:
                 if target in known:
                     first.setdefault(target, max(0, turn - ahead))
-                    self._last[target] = turn
+                    last[target] = turn
         turns = len(written)
         alone: list[list[str]] = []
         for members in _units(known, {*read, *first}):
             if arriving := [target for target in members if target in first]:
-                begin, end = min(first[t] for t in arriving), max(self._last[t] for t in arriving)
+                begin, end = min(first[t] for t in arriving), max(last[t] for t in arriving)
                 first.update(dict.fromkeys(members, begin))
-                self._last.update(dict.fromkeys(members, end))
+                last.update(dict.fromkeys(members, end))
             else:
                 alone.append(members)
         for chunk in _chunks(alone, known, self._bucket_bytes):
             for target in chunk:
-                first[target], self._last[target] = turns, turns
+                first[target], last[target] = turns, turns
             turns += 1
         groups: dict[tuple[object, ...], list[str]] = {}  # those that can be converted together
         for target, weights in known.items():
             if target in first:
-                key = first[target], self._last[target], weights.kind
+                key = first[target], last[target], weights.kind
                 groups.setdefault(key, []).append(target)
-        self._allocate(groups, turns)
+        return self._allocate(groups, turns)
 
-    def begin(self, update: UpdateContext) -> None:
+    def check_placed(self) -> None:
         """Raises Unsupported if the route has not placed it: what arrived would be written unconverted."""
-        if not self._placed:
+        if self._finishers is None:
             raise Unsupported(
-                f"the engine converts {len(self.inner.program.arrivals)} weights where they arrive, and the route has "
-                "not called Landing.place: it does not know of them. Choose another transport"
+                f"the engine converts {len(self._given.arrivals)} weights where they arrive, and the route has not "
+                "called Landing.place: it does not know of them. Choose another transport"
             )
-        self.inner.begin(update)
-        self.finished = 0
 
-    def check(self, update: UpdateContext) -> str:
+    def check_finished(self, finished: int) -> None:
         """Raises Mismatch if the route has not reported the end of every turn."""
-        if self.finished < self.turns:
+        turns = len(self._finishers or ())
+        if finished < turns:
             raise Mismatch(
-                f"the route has reported the end of {self.finished} of {self.turns} turns: weights of the others were "
-                "not converted. Choose another transport"
+                f"the route has reported the end of {finished} of {turns} turns: weights of the others were not "
+                "converted. Choose another transport"
             )
-        return self.inner.check(update)
 
-    def turn_of(self, target: str) -> int | None:
-        return self._last.get(target)
-
-    def arrived(self, turn: int) -> None:
+    def finish(self, turn: int) -> None:
+        """Converts what is complete after a turn."""
+        assert self._finishers is not None, "place() comes first"
         with torch.no_grad():
             for finish in self._finishers[turn]:
                 finish()
-        self.finished = turn + 1
 
-    def _allocate(self, groups: Mapping[tuple[object, ...], Sequence[str]], turns: int) -> None:
-        given = self.inner.program
+    def _allocate(
+        self, groups: Mapping[tuple[object, ...], Sequence[str]], turns: int
+    ) -> tuple[Program, list[list[str]]]:
+        given = self._given
         known, targets = given.arrivals, dict(given.targets)
         sizes = [sum(known[target].nbytes for target in members) for members in groups.values()]
         lifetimes = [Lifetime(key[0], key[1], n) for key, n in zip(groups, sizes, strict=True)]  # type: ignore[arg-type]
         offsets, nbytes = share_memory(lifetimes)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self.nbytes, self.turns, self.finished = nbytes + self.inner.nbytes, turns, 0
-        self._finishers = [[] for _ in range(turns)]
+        self.nbytes = nbytes
+        finishers: list[list[Callable[[], None]]] = [[] for _ in range(turns)]
         arriving: list[list[str]] = [[] for _ in range(turns)]
         complete: list[tuple[int, list[Arrival], torch.Tensor]] = []
         for members, lifetime, offset in zip(groups.values(), lifetimes, offsets, strict=True):
@@ -118,13 +118,9 @@ class Converting(LandingAround):
             complete.append((lifetime.last, alike, own))
             arriving[lifetime.last] += members
         for turn, alike, own in complete:
-            self._finishers[turn].append(alike[0].finisher(alike, own, targets))
-        self.program, self.complete = replace(given, targets=targets), arriving
-
-
-def converting(landing: Landing, device: torch.device, bucket_bytes: int) -> Landing:
-    """Returns what converts for `landing`; that itself if its program converts nothing. See `Converting`."""
-    return Converting(landing, device, bucket_bytes) if landing.program.arrivals else landing
+            finishers[turn].append(alike[0].finisher(alike, own, targets))
+        self._finishers = finishers
+        return replace(given, targets=targets), arriving
 
 
 def _units(arrivals: Mapping[str, Arrival], among: Collection[str]) -> list[list[str]]:
@@ -148,3 +144,34 @@ def _chunks(units: Iterable[list[str]], arrivals: Mapping[str, Arrival], nbytes:
         room -= size
     if chunk:
         yield chunk
+
+
+class Lifetime(NamedTuple):
+    """A tensor of `nbytes` is needed from turn `first` to turn `last`, both included."""
+
+    first: int
+    last: int
+    nbytes: int
+
+
+def share_memory(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
+    """Returns the offset of each tensor, and the bytes of the memory that they share.
+
+    Those whose turns overlap do not overlap in memory. Each takes the first gap that it fits in, in order of turns.
+    """
+    offsets = [0] * len(lifetimes)
+    alive: list[tuple[int, int, int]] = []  # (offset, end, last turn), in ascending order
+    total = 0
+    for number in sorted(range(len(lifetimes)), key=lambda n: lifetimes[n][:2]):
+        first, last, nbytes = lifetimes[number]
+        alive = [taken for taken in alive if taken[2] >= first]
+        begin = 0
+        for offset, end, _ in alive:
+            if begin + nbytes <= offset:
+                break
+            begin = max(begin, -(-end // _ALIGN_BYTES) * _ALIGN_BYTES)
+        offsets[number] = begin
+        total = max(total, begin + nbytes)
+        alive.append((begin, begin + nbytes, last))
+        alive.sort()
+    return offsets, total

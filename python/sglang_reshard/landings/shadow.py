@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -12,46 +11,42 @@ import torch
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.landings.base import Landing
 from sglang_reshard.trace.program import Program
-
-if TYPE_CHECKING:
-    from sglang_reshard.engine.context import UpdateContext
 
 NO_ROOM = "staged=True needs"  # begins the error of an update for whose shadow weights there is no memory
 
 
-class Shadow(Landing):
+class Apart:
+    """Memory from which nothing is served before the steps of its program run: it can be written at any time."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.nbytes = program, shadow_bytes(program)
+
+    def begin(self) -> None:
+        """Prepares for the weights of an update."""
+
+    def commit(self) -> None:
+        """Makes live what has arrived."""
+
+
+class Shadow(Apart):
     """Memory that is written instead of the targets of `live`, and is copied to them at the commit.
 
     Storages are copied whole in both directions, so that what no copy of the program writes stays as it is.
     """
-
-    holds_back = True
 
     def __init__(self, live: Program) -> None:
         kept = _kept(live)
         shadow = {name: torch.empty_like(target) for name, target in kept.items()}
         super().__init__(replace(live, targets=live.targets | shadow))
         self.live = live
-        self.nbytes = self.staged_bytes = shadow_bytes(live)
         self._from_live, self._to_live = _copies(shadow, kept), _copies(kept, shadow)
 
-    def begin(self, update: UpdateContext) -> None:
+    def begin(self) -> None:
         self._from_live.run()
 
     def commit(self) -> None:
         self._to_live.run()
-
-
-class Apart(Landing):
-    """Memory from which nothing is served before the steps of its program run: it can be written at any time."""
-
-    holds_back = True
-
-    def __init__(self, program: Program) -> None:
-        super().__init__(program)
-        self.nbytes = self.staged_bytes = shadow_bytes(program)
 
 
 def shadow_bytes(live: Program) -> int:

@@ -113,7 +113,7 @@ def summary(ranks: Sequence[RankReport], transport: str, weight_version: str | N
     """Returns a successful update as one line for a log."""
     version = f"version {weight_version}, " if weight_version is not None else ""
     return (
-        f"{version}{received_bytes(ranks) / 1000000000.0:.3f} GB to {len(ranks)} engine ranks with transport "
+        f"{version}{received_bytes(ranks) / 1000000000.0:.3f} GB to {count(len(ranks), 'engine')} with transport "
         f"{transport} in {seconds:.3f} s"
     )
 
@@ -212,7 +212,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
         engine = [(r.rank, (r.received_bytes, r.least_bytes, r.peak_extra_bytes)) for r in self.engine_ranks]
         whole.add_row(_ranks("engine", ("received", "least possible", "peak extra"), engine))
         trainer = [(r.rank, (r.shard_bytes, r.sent_bytes)) for r in self.trainer_ranks]
-        whole.add_row(_ranks("trainer", ("holds", "sent"), trainer))
+        whole.add_row(_ranks("trainer", ("holds", "sent or read of it"), trainer))
         return whole
 
     def __rich__(self) -> Table:
@@ -225,6 +225,11 @@ class UpdateReport(msgspec.Struct, frozen=True):
         out = io.StringIO()
         Console(file=out, width=_WIDTH, color_system=None, force_terminal=False).print(self.table())
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def count(ranks: int, side: str) -> str:
+    """Returns "1 engine rank" or "4 engine ranks"."""
+    return f"{ranks} {side} rank{'s' * (ranks != 1)}"
 
 
 def format_bytes(nbytes: float) -> str:
@@ -244,7 +249,7 @@ def overview(report: UpdateReport) -> list[tuple[str, str]]:
         ("verified", f"{report.verified}, digest {report.digest}" if report.digest else report.verified),
         (
             "received",
-            f"{format_bytes(report.received_bytes)} by all {len(report.engine_ranks)} engine ranks"
+            f"{format_bytes(report.received_bytes)} by {count(len(report.engine_ranks), 'engine')}"
             + ("" if report.changed_share is None else f": {report.changed_share:.2%} of elements changed"),
         ),
         ("rate", f"{format_bytes(report.bytes_per_second)}/s during the slowest rank's move"),
@@ -282,7 +287,7 @@ def _phases(report: UpdateReport) -> Table:
 
 
 def _ranks(side: str, columns: Sequence[str], ranks: Sequence[tuple[int, tuple[int, ...]]]) -> Table:
-    table = titled_table(f"bytes of {len(ranks)} {side} ranks", f"{side} rank", *columns)
+    table = titled_table(f"bytes of {count(len(ranks), side)}", f"{side} rank", *columns)
     rows: list[tuple[str, Iterable[float]]]
     if len(ranks) <= _MAX_ROWS:
         rows = [(str(rank), values) for rank, values in ranks]

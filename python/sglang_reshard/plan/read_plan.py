@@ -274,7 +274,7 @@ class RankDemand(msgspec.Struct, frozen=True):
 
     shards       compressed bits: bit i is set if the rank needs elements of shard i
     least_bytes  bytes that have to reach it, in the trainer's dtypes
-    host, cores  where it runs; memory can only be read on the same host
+    host         where it runs; memory can only be read on the same host
     traffic      trainer rank -> (bytes, reads) from it, in an exact transfer
     digest       content hash of the read plan
     device       its GPU
@@ -284,7 +284,6 @@ class RankDemand(msgspec.Struct, frozen=True):
     shards: bytes
     least_bytes: int
     host: str
-    cores: int
     traffic: dict[int, tuple[int, int]]
     digest: str
     device: RankGpuInfo = RankGpuInfo()
@@ -295,15 +294,14 @@ def rank_demand(
     index: TensorIndex,
     plan: ReadPlan,
     host: str,
-    cores: int = 1,
     device: RankGpuInfo = _NO_GPU,
     unreadable: Mapping[int, str] = MappingProxyType({}),
 ) -> RankDemand:
-    """Returns the demand of an engine rank on `host`, which has `cores` CPU cores; see `RankDemand` for the rest."""
+    """Returns the demand of an engine rank with this read plan; see `RankDemand` for the rest."""
     needed = np.zeros(index.num_shards, bool)
     needed[plan.shards(index)] = True
     bits = zlib.compress(np.packbits(needed, bitorder="little").tobytes(), 1)
-    return RankDemand(bits, plan.least_bytes(), host, cores, plan.traffic(), plan.digest(), device, dict(unreadable))
+    return RankDemand(bits, plan.least_bytes(), host, plan.traffic(), plan.digest(), device, dict(unreadable))
 
 
 def demanded_shards(index: TensorIndex, demands: Sequence[RankDemand]) -> np.ndarray:

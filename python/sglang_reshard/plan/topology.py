@@ -37,7 +37,6 @@ class ClusterTopology:
     """Hosts and GPUs of all ranks, by rank.
 
     unreadable  (trainer rank, engine rank) on one host -> why the engine rank cannot map the trainer rank's memory
-    cores       CPU cores of each host
     """
 
     trainer_hosts: tuple[str, ...]
@@ -45,7 +44,6 @@ class ClusterTopology:
     trainer_devices: tuple[RankGpuInfo, ...]
     engine_devices: tuple[RankGpuInfo, ...]
     unreadable: dict[tuple[int, int], str]
-    cores: dict[str, int]
 
     @classmethod
     def of(
@@ -55,16 +53,12 @@ class ClusterTopology:
         trainer_devices: Sequence[RankGpuInfo] = (),
     ) -> ClusterTopology:
         """Returns the topology of engine ranks with these demands. No `trainer_devices`: no trainer rank uses a GPU."""
-        known = {demand.host: demand.cores for demand in demands}
-        # Trainer ranks do not report cores; their hosts are assumed to be as large as the engine's largest.
-        cores = dict.fromkeys(trainer_hosts, max(known.values(), default=1)) | known
         return cls(
             tuple(trainer_hosts),
             tuple(demand.host for demand in demands),
             tuple(trainer_devices) or (RankGpuInfo(),) * len(trainer_hosts),
             tuple(demand.device for demand in demands),
             {(t, e): why for e, demand in enumerate(demands) for t, why in demand.unreadable.items()},
-            cores,
         )
 
     @property

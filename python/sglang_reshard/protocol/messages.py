@@ -13,10 +13,12 @@ from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.layout.decoders import msgpack_decoder
+from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.observability.report import RankReport, UpdateReport
 from sglang_reshard.protocol.publication import MOST_PUBLICATION
 
 T = TypeVar("T")
+logger = get_logger(__name__)
 
 DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 300.0
@@ -324,7 +326,12 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def on(cls, trainer_rank: int, error: BaseException) -> Failure:
-        """Returns a failure whose message names a trainer rank: the given one, unless it names one already."""
+        """Returns a failure whose message names a trainer rank: the given one, unless it names one already.
+
+        Logs an error that is not a ReshardError.
+        """
+        if not isinstance(error, ReshardError):
+            logger.error("trainer rank %d failed", trainer_rank, exc_info=error)
         found = cls.of(error)
         named = found.message.startswith("trainer rank")
         return found if named else cls(found.kind, f"trainer rank {trainer_rank}: {found.message}")

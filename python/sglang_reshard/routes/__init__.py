@@ -96,7 +96,7 @@ def engine_end(side: EngineSide, strategy: Strategy) -> EngineEnd:
     """Returns an engine rank's end of the route that was chosen, within those that the request has around it."""
     innermost = strategy.name.rpartition("+")[2]  # "ipc+p2p" reads what it can, and is sent the rest
     end: EngineEnd = route_module(innermost).engine_end(side, strategy)
-    for name in (name for name in AROUND if name in side.options):
+    for name in (name for name in AROUND if name in side.request.around):
         end = route_module(name).engine_end(side, strategy, end)
     return end
 

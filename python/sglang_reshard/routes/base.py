@@ -16,7 +16,7 @@ In all others only the last three. An end owns all that it needs, connections, v
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -26,7 +26,7 @@ from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.memory.peer_memory import PeerMemory
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.plan import ReadPlan, TensorIndex
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepare, encode
 from sglang_reshard.protocol.session import Session
 
 if TYPE_CHECKING:  # a trainer rank sends without the tracer
@@ -59,29 +59,27 @@ class Reads:
 class EngineSide:
     """One engine rank's side of a plan.
 
-    live           the program that writes the live weights; `reads.program` may write to others
-    engine         number of the engine within the session
-    read_plans     digest of each engine rank's read plan
-    trainer_ranks  number of these
-    bucket_bytes   size of a bucket
-    transfer       names the transfer between both sides
-    options        of the routes around, by their names, as the request has them
-    kept           by the name of a route, what its ends on this engine rank keep from transfer to transfer
+    request     for which it is planned
+    live        the program that writes the live weights; `reads.program` may write to others
+    read_plans  digest of each engine rank's read plan
+    transfer    names the transfer between both sides
+    kept        by the name of a route, what its ends on this engine rank keep from transfer to transfer
     """
 
     reads: Reads
+    request: DistributedUpdateWeightsReq
     live: Program
-    engine: int
     read_plans: tuple[str, ...]
-    trainer_ranks: int
-    bucket_bytes: int
     transfer: str
-    options: Mapping[str, bytes] = field(default_factory=dict)
-    kept: dict[str, Kept] = field(default_factory=dict)
+    kept: dict[str, Kept]
 
     @property
     def engine_rank(self) -> int:
         return self.reads.engine_rank
+
+    def prepare(self, route: str, message: Any) -> Prepare:
+        """Returns the command to make trainer ranks' ends of this name, and their message, a msgspec struct."""
+        return Prepare(self.transfer, route, encode(message), self.reads.timeout_s)
 
 
 def _no_gather(name: str, _message: Any) -> list[Any]:
@@ -143,8 +141,8 @@ class EngineEnd:
     traffic: Traffic = Traffic()
     connections: Connections | None = None
 
-    def ask(self, session: Session) -> Ask | None:
-        """Returns what the trainer ranks are asked to prepare; None if they need not.
+    def ask(self, session: Session) -> Prepare | None:
+        """Returns what the trainer ranks are asked to prepare, see `EngineSide.prepare`; None if they need not.
 
         The same on all engine ranks. May publish in the session what a trainer rank's end will look for there.
         """
@@ -192,7 +190,7 @@ class AroundEnd(EngineEnd):
     def __init__(self, inner: EngineEnd) -> None:
         self.inner, self.calls, self.holds_pages = inner, inner.calls, inner.holds_pages
 
-    def ask(self, session: Session) -> Ask | None:
+    def ask(self, session: Session) -> Prepare | None:
         return self.inner.ask(session)
 
     def serves(self, request: DistributedUpdateWeightsReq) -> bool:
@@ -203,14 +201,6 @@ class AroundEnd(EngineEnd):
 
     def close(self) -> None:
         self.inner.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Names the trainer rank's end of a route, and has what that is told, a msgspec struct."""
-
-    route: str
-    message: Any
 
 
 @dataclass(frozen=True, slots=True)

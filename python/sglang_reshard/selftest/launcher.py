@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -58,7 +59,8 @@ def selftest_of_verl(minutes: float) -> int:
 
         # A short name: Ray puts sockets there, whose paths may not be long.
         with tempfile.TemporaryDirectory(prefix="verl-", ignore_cleanup_errors=True) as folder:
-            verl_steps.take(host, Path(folder), logs / "verl.log", deadline, seen)
+            tell = partial(shown.print, highlight=False, soft_wrap=True)
+            verl_steps.take(host, Path(folder), logs / "verl.log", deadline, seen, tell)
 
     return _judged(host, take)
 

@@ -28,7 +28,9 @@ def conclude(host: Host, rows: Sequence[Row], seconds: float) -> int:
 
 
 def all_right(rows: Sequence[Row]) -> bool:
-    return bool(rows) and all(row.right is not False for row in rows)
+    """Returns whether steps were judged, and all of them were right."""
+    judged = [row.right for row in rows if row.right is not None]
+    return bool(judged) and all(judged)
 
 
 def print_result(console: Console, rows: Sequence[Row], told: Sequence[str]) -> None:
@@ -48,9 +50,10 @@ def print_result(console: Console, rows: Sequence[Row], told: Sequence[str]) -> 
         console.print(line, highlight=False, soft_wrap=True)
     wrong = [row for row in rows if row.right is False]
     judged = sum(row.right is not None for row in rows)
-    verdict = (
-        f"[bold red]{len(wrong)} of {judged} steps are wrong[/]" if wrong else f"[green]all {judged} steps are right[/]"
-    )
+    if wrong:
+        verdict = f"[bold red]{len(wrong)} of {judged} steps are wrong[/]"
+    else:
+        verdict = f"[green]all {judged} steps are right[/]" if judged else "[bold red]no step was judged[/]"
     console.print(verdict, highlight=False)
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -42,33 +43,54 @@ def check_installed() -> None:
         raise Unsupported("verl is not installed: pip install 'sglang-reshard[engine,verl]'")
 
 
-def take(host: Host, folder: Path, log: Path, deadline: float, seen: Callable[[Row], None]) -> None:
-    """Runs each kind of sync by each backend, and passes on a row for each."""
+def take(
+    host: Host, folder: Path, log: Path, deadline: float, seen: Callable[[Row], None], tell: Callable[[str], None]
+) -> None:
+    """Runs each kind of sync by each backend. Passes on a row for each, and tells what runs."""
     ranks = len(host.gpus) or 2
     tp_size = 2 if ranks % 2 == 0 else 1
     verl_run.save_model(folder / "model", ranks, tp_size)
     verl_run.save_prompts(folder / "prompts.parquet", rows=8)
     for kind, options in KINDS.items():
-        ours: Row | None = None
+        rows = []
         for backend, of_backend in BACKENDS.items():
             run, file = f"verl, {kind}", folder / f"{kind}-{backend}.jsonl".replace(" ", "-")
             command = [sys.executable, "-m", "verl.trainer.main_ppo", *_settings(host, folder, ranks, tp_size),
                        *_VISIBLE, *options, *of_backend]  # fmt: skip
             if options == _LORA and not host.gpus:
                 command.append("+actor_rollout_ref.rollout.engine_kwargs.sglang.lora_backend=torch_native")
-            try:
-                children.run(command, _environment(host, folder, tp_size, file), log, deadline, lambda: None)
-                steps = [json.loads(line)["data"] for line in file.read_text().splitlines()]
-                row = judged(run, f"{STEPS} steps, {backend}", steps)
-            except ReshardError as error:
-                row = Row(run, f"{STEPS} steps, {backend}", False, why=str(error).splitlines()[0])
-            if backend == "verl's own":  # whatever comes of it is no fault of this package
-                row = msgspec.structs.replace(row, right=None)
-                if ours is not None:
-                    seen(msgspec.structs.replace(ours, stock=row.seconds))
-                seen(row)
-            else:
-                ours = row
+            row = Row(run, f"{STEPS} steps, {backend}", why="left out: the time was up")
+            if time.monotonic() < deadline:
+                tell(f"{run}, {row.step}: verl starts")
+                try:
+                    poll = _told_steps(file, f"{run}, {backend}", tell)
+                    children.run(command, _environment(host, folder, tp_size, file), log, deadline, poll)
+                    row = judged(run, row.step, _steps(file))
+                except ReshardError as error:
+                    row = Row(run, row.step, False, why=str(error).splitlines()[0])
+            rows.append(row)
+        ours, of_verl = rows
+        seen(msgspec.structs.replace(ours, stock=of_verl.seconds))
+        seen(msgspec.structs.replace(of_verl, right=None))  # its faults are none of this package
+
+
+def _steps(file: Path) -> list[dict[str, float]]:
+    """Returns the metrics that verl has written after each step."""
+    return [json.loads(line)["data"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _told_steps(file: Path, run: str, tell: Callable[[str], None]) -> Callable[[], None]:
+    """Returns what reports the steps that have ended since it was called last."""
+    told = 0
+
+    def poll() -> None:
+        nonlocal told
+        ended = file.read_bytes().count(b"\n") if file.exists() else 0
+        for step in range(told + 1, ended + 1):
+            tell(f"{run}: step {step} of {STEPS} has ended")
+        told = ended
+
+    return poll
 
 
 def judged(run: str, step: str, steps: Sequence[dict[str, float]]) -> Row:

@@ -113,10 +113,16 @@ def describe(
 def as_list(named_tensors: NamedTensors | torch.nn.Module, trainer_rank: int) -> list[tuple[Any, ...]]:
     """Returns the named tensors, a dict's items, or a module's `named_shards`, as a list.
 
-    Raises Unsupported as `named_shards` does.
+    Raises Unsupported as `named_shards` does, and Mismatch for tensors without names.
     """
     if not isinstance(named_tensors, torch.nn.Module):
-        return list(named_tensors if isinstance(named_tensors, list) else pairs(named_tensors))
+        listed = list(named_tensors if isinstance(named_tensors, list) else pairs(named_tensors))
+        if listed and isinstance(listed[0], torch.Tensor):
+            raise Mismatch(
+                f"trainer rank {trainer_rank}: these are tensors without names; pass the model, "
+                "model.named_parameters() or model.state_dict()"
+            )
+        return listed
     try:
         return list(named_shards(named_tensors))
     except Unsupported as error:

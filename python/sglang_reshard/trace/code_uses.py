@@ -7,7 +7,7 @@ import functools
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -48,28 +48,29 @@ class Uses(NamedTuple):
         return bool(names & self.fills or (names & self.loads and any(map(_WRITES.fullmatch, self.loads))))
 
 
-def _find_methods(kind: type) -> dict[str, Uses]:
-    """Returns the methods of a class by name, but for those that run once."""
-    found: dict[str, Uses] = {}
+def methods_of(kind: type, name: str) -> dict[str, Uses]:
+    """Returns the methods of a class whose code has this name, but for those that run once."""
+    return {of: uses_of(code) for of, code in _methods_of(kind).items() if name in _names_in(code)}
+
+
+@functools.cache
+def _methods_of(kind: type) -> dict[str, types.CodeType]:
+    found: dict[str, types.CodeType] = {}
     for base in kind.__mro__:
         if base in _BASES or base.__module__ == "builtins":
             continue
         for name, value in vars(base).items():
             code = _code(value)
             if code is not None and name not in found and not name.startswith(ONCE):
-                found[name] = uses_of(code)
+                found[name] = code
     return found
 
 
 @functools.cache
-def _find_loaders(kind: type) -> list[Uses]:
+def loaders_of(kind: type) -> list[Uses]:
     """Returns the methods of a class that load weights, or process them afterwards."""
     found = [(name, _code(value)) for base in kind.__mro__ for name, value in list(vars(base).items())]
     return [uses_of(code) for name, code in found if code is not None and name.startswith(_LOADING)]
-
-
-loaders_of: Callable[[type], list[Uses]] = _find_loaders
-methods_of: Callable[[type], dict[str, Uses]] = functools.cache(_find_methods)
 
 
 @functools.cache
@@ -85,17 +86,24 @@ def _codes_of(python_module: types.ModuleType) -> tuple[types.CodeType, ...]:
     return tuple(found)
 
 
-@functools.cache
-def functions_of(python_module: types.ModuleType) -> tuple[Uses, ...]:
-    """Returns the functions of a Python module, and the methods of its classes."""
-    return tuple(map(uses_of, _codes_of(python_module)))
+def functions_of(python_module: types.ModuleType, name: str) -> Iterator[Uses]:
+    """Yields the functions of a Python module, and the methods of its classes, whose code has this name."""
+    return (uses_of(code) for code in _codes_of(python_module) if name in _names_in(code))
 
 
-def functions_that_mention(package: str, *names: str) -> Iterator[Uses]:
-    """Yields the functions of all imported Python modules of a package whose code has all these names."""
-    for name, python_module in list(sys.modules.items()):
-        if name.startswith(package) and name.partition(".")[0] == package and python_module is not None:
-            yield from (uses_of(code) for code in _codes_of(python_module) if _mentioned(code).issuperset(names))
+def functions_of_package(package: str, name: str) -> Iterator[Uses]:
+    """Yields the functions of all imported Python modules of a package whose code has this name."""
+    for of in [of for of in list(sys.modules) if of.startswith(package)]:
+        python_module = sys.modules.get(of)
+        if of.partition(".")[0] == package and python_module is not None:
+            yield from functions_of(python_module, name)
+
+
+def functions_around(kind: type, name: str) -> Iterator[Uses]:
+    """Yields the functions of the Python modules that define a class and its bases whose code has this name."""
+    for base in kind.__mro__:
+        if base not in _BASES and base.__module__ in sys.modules and not base.__module__.startswith("torch."):
+            yield from functions_of(sys.modules[base.__module__], name)
 
 
 @functools.cache
@@ -104,36 +112,34 @@ def names_reached(uses: Uses) -> frozenset[str]:
     functions = _functions_by_name(uses.file)
     reached, called = uses.loads | uses.arguments, uses.loads
     for _ in range(_CALLS):
-        inner = [one for name in called & functions.keys() for one in functions[name]]
+        inner = [uses_of(code) for name in called & functions.keys() for code in functions[name]]
         called = frozenset[str]().union(*(one.loads for one in inner)) - reached
         reached = reached.union(*(one.loads | one.arguments for one in inner))
     return reached
 
 
 @functools.cache
-def _functions_by_name(file: str) -> dict[str, list[Uses]]:
-    found: dict[str, list[Uses]] = {}
+def _functions_by_name(file: str) -> dict[str, list[types.CodeType]]:
+    found: dict[str, list[types.CodeType]] = {}
     for python_module in [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == file]:
         for code in _codes_of(python_module):
-            found.setdefault(code.co_name, []).append(uses_of(code))
+            found.setdefault(code.co_name, []).append(code)
     return found
 
 
 @functools.cache
-def _mentioned(code: types.CodeType) -> frozenset[str]:
-    strings = (constant for constant in code.co_consts if isinstance(constant, str))
-    inner = (_mentioned(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset((*code.co_names, *code.co_freevars, *code.co_cellvars, *strings)).union(*inner)
-
-
-def functions_around(kind: type) -> list[Uses]:
-    """Returns the functions of the Python modules that define a class and its bases."""
-    return [
-        uses
-        for base in kind.__mro__
-        if base not in _BASES and base.__module__ in sys.modules and not base.__module__.startswith("torch.")
-        for uses in functions_of(sys.modules[base.__module__])
-    ]
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """Returns all names that its `Uses` may have. They are read much faster than its instructions."""
+    found = {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}
+    has_strings = not found.isdisjoint(_BY_STRING)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _names_in(constant)
+        elif isinstance(constant, str) and has_strings:
+            found.add(constant)
+        elif isinstance(constant, tuple) and "out" in constant:  # a keyword of a call
+            found.add("out")
+    return frozenset(found)
 
 
 def uses_of(code: types.CodeType) -> Uses:

@@ -23,9 +23,9 @@ from sglang_reshard.trace.lazy_tensor import (
     OpOutput,
     UninitializedRead,
     VersionedView,
+    geometry_of,
     origins,
 )
-from sglang_reshard.trace.memory import geometry_of
 from sglang_reshard.trace.recorder import Recorder, aten
 
 # An index is followed as runs of equidistant positions; one of more runs is computed.

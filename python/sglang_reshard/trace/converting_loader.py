@@ -14,9 +14,8 @@ from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.block_formats import FP8, WHOLE, Blocks, blocks_of
 from sglang_reshard.trace.block_fp8 import quantize_on_arrival
 from sglang_reshard.trace.built_modules import modules_as_built
-from sglang_reshard.trace.lazy_tensor import checkpoint_tensors
+from sglang_reshard.trace.lazy_tensor import Record, checkpoint_tensors
 from sglang_reshard.trace.loader import Loaded, Loader
-from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.program import Program, torch_dtype
 from sglang_reshard.trace.repack import check_deferred, repack_on_arrival, repacked_modules, split_records
 

@@ -15,9 +15,8 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.torch_private import persistent_buffers
 from sglang_reshard.trace.geometry import Geometry, TooFragmented, remainder
-from sglang_reshard.trace.lazy_tensor import CheckpointTensor, LiveStorage, VersionedView, leaves
+from sglang_reshard.trace.lazy_tensor import CheckpointTensor, LiveStorage, Record, VersionedView, geometry_of, leaves
 from sglang_reshard.trace.live import storage_key
-from sglang_reshard.trace.memory import Record, geometry_of
 
 
 def is_complete(model: torch.nn.Module, storages: Mapping[int, LiveStorage], records: Sequence[Record]) -> bool:

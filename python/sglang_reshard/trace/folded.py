@@ -78,4 +78,6 @@ class Run(Pass):
 def _folds_weights(module: torch.nn.Module, flag: str) -> bool:
     """Returns whether a method of `module` sets the attribute `flag` and changes parameters in place."""
     parameters = set(module._parameters)
-    return any(flag in uses.stores and uses.writes_in_place(parameters) for uses in methods_of(type(module)).values())
+    return any(
+        flag in uses.stores and uses.writes_in_place(parameters) for uses in methods_of(type(module), flag).values()
+    )

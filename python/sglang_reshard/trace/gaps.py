@@ -7,9 +7,9 @@ on a grid.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -19,16 +19,18 @@ from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.coverage import runs_cover
 from sglang_reshard.trace.geometry import Geometry, IndexMap, TooFragmented, grid_shape, remainder, to_boxes
-from sglang_reshard.trace.kept import engine_name, kept_modules, names_kept, part_of, parts_of
+from sglang_reshard.trace.kept import engine_name, part_of, parts_of
 from sglang_reshard.trace.kv_scales import is_default_scale
-from sglang_reshard.trace.lazy_tensor import LiveStorage, VersionedView, leaves
+from sglang_reshard.trace.lazy_tensor import LiveStorage, Record, VersionedView, geometry_of, leaves
 from sglang_reshard.trace.left_alone import LeftAlone, check_buffers, restoring_steps
 from sglang_reshard.trace.live import storage_key
-from sglang_reshard.trace.loader import Loaded, Loader, check_names
-from sglang_reshard.trace.memory import Record, geometry_of
+from sglang_reshard.trace.loader import Loaded, Loader
 from sglang_reshard.trace.program import MayStay, Step
 from sglang_reshard.trace.quantized_parts import check_quantized
 from sglang_reshard.trace.stock_load import EngineStart, StockLoad, copies_of, source_names
+
+if TYPE_CHECKING:
+    from sglang_reshard.trace.repack import RepackedModule
 
 _MAX_CELLS = 50_000_000
 
@@ -98,44 +100,58 @@ def find_gaps(
     initial values once. Raises Unsupported, naming a parameter that may not stay as it is.
     """
     model, storages = loader.model, loaded.storages
-
-    def stays(name: str) -> bool:
-        return may_stay(engine_name(model, name))
-
-    def records_of(others: Sequence[TensorSpec], last: list[str]) -> Sequence[Record]:
-        check_names(others)
-        return loader.run(others, last).all_written
-
-    stock = StockLoad(specs, every, start, records_of, may_stay)
-    staying = kept_modules(model, loader.repacked, storages, loaded.all_written, may_stay, stock.all_may_stay)
-    left, kept = check_coverage(model, storages, every, loader.as_built, stock, stays)
-    kept += check_buffers(model, storages, {record.storage for record in every}, stock, stays)
+    stock = StockLoad(loader, specs, every, start, may_stay)
+    staying = _kept_modules(loader.repacked, loaded, stock)
+    left, kept = check_coverage(storages, every, stock)
+    kept += check_buffers(storages, {record.storage for record in every}, stock)
     if kept:
         check_quantized(model, storages, every, kept, stock)
     loader.leave(staying)
     names = tuple(dict.fromkeys(one.name for one in left))
-    return names, names_kept(model, kept, staying), restoring_steps(model, left, stock)
+    return names, _names_kept(model, kept, staying), restoring_steps(model, left, stock)
+
+
+def _kept_modules(modules: Iterable[RepackedModule], loaded: Loaded, stock: StockLoad) -> list[RepackedModule]:
+    """Returns the repacked modules that are not written and whose parameters may all be kept."""
+    written: Collection[LiveStorage | None] = {record.storage for record in loaded.all_written}
+
+    def is_kept(module: RepackedModule) -> bool:
+        parameters = {module.name(name): loaded.storages.get(storage_key(p)) for name, p in _parameters(module)}
+        if not parameters or any(storage in written for storage in parameters.values()):
+            return False
+        if all(map(stock.stays, parameters)):
+            return True
+        return bool(stock.frozen) and stock.all_may_stay(*(s.name for s in parameters.values() if s is not None))
+
+    return [module for module in modules if is_kept(module)]
+
+
+def _names_kept(
+    model: torch.nn.Module, parameters: Iterable[str], modules: Iterable[RepackedModule]
+) -> tuple[str, ...]:
+    """Returns the names, in the engine's own model, of parameters and of those of repacked modules, in order."""
+    found = {*parameters, *(module.name(name) for module in modules for name, _ in _parameters(module))}
+    return tuple(sorted(engine_name(model, name) for name in found))
+
+
+def _parameters(module: RepackedModule) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return ((name, p) for name, p in module.built.parameters.items() if p is not None and p.numel())
 
 
 def check_coverage(
-    model: torch.nn.Module,
-    storages: dict[int, LiveStorage],
-    records: Sequence[Record],
-    as_built: Collection[int],
-    stock: StockLoad,
-    may_stay: Callable[[str], bool],
+    storages: dict[int, LiveStorage], records: Sequence[Record], stock: StockLoad
 ) -> tuple[list[LeftAlone], list[str]]:
     """Raises Unsupported unless every parameter is written exactly once, or may stay as it is.
 
-    A model that has `keeps_unsent` set may have parameters that are not written at all.
+    A model that has `keeps_unsent` set may have parameters that are not written at all. Nor need parameters of repacked
+    modules be: `repack` checks whether anybody reads them.
 
-    as_built  keys of storages that nothing at all may write: `repack` checks whether anybody reads them
-    stock     says which elements a start on the engine's checkpoint does not write either, and which may stay
-    may_stay  returns whether nothing at all may write the parameter of this name
+    stock  says which elements a start on the engine's checkpoint does not write either, and which may stay
 
     Returns the parameters with elements that neither this nor a start writes, and the names of parameters that stay,
     and of parts, see `kept.part_of`.
     """
+    model, as_built = stock.loader.model, stock.loader.as_built
     kept: list[str] = []
     written: dict[LiveStorage, list[Record]] = defaultdict(list)
     only_whole = {storages[key]: "the engine repacks it after loading" for key in as_built if key in storages}
@@ -156,7 +172,7 @@ def check_coverage(
             check.written(storage, parameters[storage], written[storage], only_whole.get(storage, ""))
         elif storage_key(storage.tensor) in as_built:
             continue
-        elif all(may_stay(name) for name, _ in parameters[storage]):
+        elif all(stock.stays(name) for name, _ in parameters[storage]):
             kept += [name for name, _ in parameters[storage]]
         elif not keeps_unsent:
             check.unwritten(storage, parameters[storage], only_whole.get(storage, ""))

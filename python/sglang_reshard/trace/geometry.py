@@ -227,7 +227,7 @@ def _boxes_from_zero(
     done: list[BoxMapping] = []
     todo = [IndexMap(read, 0, loops)]
     while todo:
-        read, write, loops = todo.pop()
+        index_map = read, write, loops = todo.pop()
         digits = [read // p % n if d else read // p for d, (p, n) in enumerate(zip(pitches, shape, strict=True))]
         along: dict[int, Loop] = {}
         parts: list[IndexMap] | None = None
@@ -235,15 +235,15 @@ def _boxes_from_zero(
             count, stride, _ = loop
             axis = next((d for d in range(rank) if pitches[d] <= stride), rank)
             if axis == rank or stride % pitches[axis]:
-                parts = _unrolled(read, write, loops, loop)
+                parts = _unrolled(index_map, loop)
                 break
             step = stride // pitches[axis]
             if axis in along:
-                parts = _unrolled(read, write, loops, along[axis])
+                parts = _unrolled(index_map, along[axis])
             elif digits[axis] + (count - 1) * step >= shape[axis]:
-                parts = _split(read, write, loops, loop, digits[axis], step, shape[axis])
+                parts = _split(index_map, loop, digits[axis], step, shape[axis])
             elif unit_steps and step != 1:
-                parts = _unrolled(read, write, loops, loop)
+                parts = _unrolled(index_map, loop)
             else:
                 along[axis] = loop
                 continue
@@ -263,22 +263,20 @@ def _boxes_from_zero(
 forget_boxes = _boxes_from_zero.cache_clear  # which `to_boxes` keeps, as equal layers and experts have equal boxes
 
 
-def _unrolled(read: int, write: int, loops: tuple[Loop, ...], loop: Loop) -> list[IndexMap]:
+def _unrolled(of: IndexMap, loop: Loop) -> list[IndexMap]:
     if loop.size > MAX_BOXES:
         raise TooFragmented(f"more than {MAX_BOXES} boxes")
-    rest = tuple(x for x in loops if x is not loop)
-    return [IndexMap(read + i * loop.read, write + i * loop.write, rest) for i in range(loop.size)]
+    rest = tuple(x for x in of.loops if x is not loop)
+    return [IndexMap(of.read + i * loop.read, of.write + i * loop.write, rest) for i in range(loop.size)]
 
 
-def _split(
-    read: int, write: int, loops: tuple[Loop, ...], loop: Loop, digit: int, step: int, extent: int
-) -> list[IndexMap]:
+def _split(of: IndexMap, loop: Loop, digit: int, step: int, extent: int) -> list[IndexMap]:
     """Splits a loop where it runs past its dimension: into whole rows and the rest, or after the first row."""
 
     def part(first: int, *instead: Loop) -> IndexMap:
-        others = [x for x in loops if x is not loop] + [x for x in instead if x.size > 1]
+        others = [x for x in of.loops if x is not loop] + [x for x in instead if x.size > 1]
         others.sort(key=lambda x: -x.read)
-        return IndexMap(read + first * loop.read, write + first * loop.write, tuple(others))
+        return IndexMap(of.read + first * loop.read, of.write + first * loop.write, tuple(others))
 
     a_row = extent // step
     if digit < step and extent % step == 0 and loop.size >= a_row:

@@ -5,16 +5,10 @@ allows it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from glob import escape
 
 import torch
-
-from sglang_reshard.trace.lazy_tensor import LiveStorage
-from sglang_reshard.trace.live import storage_key
-from sglang_reshard.trace.memory import Record
-from sglang_reshard.trace.program import MayStay
-from sglang_reshard.trace.repack import RepackedModule
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _NUMBERED = re.compile(r"(.*?\.\d*)(\d)(\..*)")  # up to the last digit of the first number
@@ -87,38 +81,3 @@ def engine_name(model: torch.nn.Module, name: str) -> str:
     """Returns a parameter's name in the engine's own model, which `model` may wrap."""
     main: str = getattr(model, MAIN, "")
     return name.removeprefix(f"{main}.") if main else name
-
-
-def kept_modules(
-    model: torch.nn.Module,
-    modules: Iterable[RepackedModule],
-    storages: Mapping[int, LiveStorage],
-    records: Sequence[Record],
-    may_stay: MayStay,
-    fills_may_stay: Callable[..., bool],
-) -> list[RepackedModule]:
-    """Returns the repacked modules that are not written and whose parameters may all be kept.
-
-    fills_may_stay  returns whether a start fills any of the live storages of these names, and all of that may stay
-    """
-    written: Collection[LiveStorage] = {record.storage for record in records}
-
-    def is_kept(module: RepackedModule) -> bool:
-        parameters = {module.name(name): storages.get(storage_key(p)) for name, p in _parameters(module)}
-        if not parameters or any(storage in written for storage in parameters.values()):
-            return False
-        if all(may_stay(engine_name(model, name)) for name in parameters):
-            return True
-        return bool(may_stay.frozen) and fills_may_stay(*(s.name for s in parameters.values() if s is not None))
-
-    return [module for module in modules if is_kept(module)]
-
-
-def names_kept(model: torch.nn.Module, parameters: Iterable[str], modules: Iterable[RepackedModule]) -> tuple[str, ...]:
-    """Returns the names, in the engine's own model, of parameters and of those of repacked modules, in order."""
-    found = {*parameters, *(module.name(name) for module in modules for name, _ in _parameters(module))}
-    return tuple(sorted(engine_name(model, name) for name in found))
-
-
-def _parameters(module: RepackedModule) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    return ((name, p) for name, p in module.built.parameters.items() if p is not None and p.numel())

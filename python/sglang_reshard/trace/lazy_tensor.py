@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -217,27 +217,51 @@ def names_of(view: VersionedView) -> str:
     return ", ".join(dict.fromkeys(names)) or "constants"
 
 
-class Interpreter(Protocol):
-    """Interprets the operators of one trace, see `recorder`."""
+class Record(NamedTuple):
+    """The elements of `content` that `index_map` reads are written to a live storage, as `dtype`.
 
-    device: torch.device
+    content  a checkpoint tensor, a number, or a view to be computed when an update runs
+    """
 
-    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    storage: LiveStorage
+    dtype: torch.dtype
+    index_map: IndexMap
+    content: CheckpointTensor | Number | VersionedView
 
-    def record_or_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    @property
+    def label(self) -> str:
+        """Says where the elements come from, for messages."""
+        if isinstance(self.content, CheckpointTensor):
+            return self.content.spec.name
+        return names_of(self.content) if isinstance(self.content, VersionedView) else f"a fill with {self.content}"
 
-    def item(self, tensor: LazyTensor) -> float: ...
+    def written(self, unit: int) -> Geometry:
+        """The elements that are written, in units of so many bytes."""
+        return self.index_map.written_view.scaled(self.dtype.itemsize // unit)
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    return Geometry(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+
+def storage_like(tensor: torch.Tensor, base: Any) -> LazyStorage:
+    """Returns a lazy storage for a tensor that is laid out like this one."""
+    layout = geometry_of(tensor)
+    return LazyStorage(base, tensor.dtype, layout, max(1, layout.span[1]))
 
 
 class LazyTensor(torch.Tensor):
-    """A view of a `LazyStorage`. `meta` is the same view of a meta tensor, so that torch computes the geometry."""
+    """A view of a `LazyStorage`. `meta` is the same view of a meta tensor, so that torch computes the geometry.
+
+    recorder  the `Recorder` of the trace
+    """
 
     meta: torch.Tensor
     lazy_storage: LazyStorage
-    recorder: Interpreter
+    recorder: Any
 
     @staticmethod
-    def __new__(cls, meta: torch.Tensor, storage: LazyStorage, recorder: Interpreter) -> LazyTensor:
+    def __new__(cls, meta: torch.Tensor, storage: LazyStorage, recorder: Any) -> LazyTensor:
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.size(),
@@ -257,7 +281,8 @@ class LazyTensor(torch.Tensor):
 
     def item(self) -> float:
         # torch's own item() would turn a TracedScalar into a plain float.
-        return self.recorder.item(self)
+        taken: float = self.recorder.item(self)
+        return taken
 
     def data_ptr(self) -> int:
         # torch would return 0, and a kernel would dereference it.
@@ -282,7 +307,7 @@ class LazyTensor(torch.Tensor):
 class LiveWriteMode(TorchDispatchMode):
     """Passes every operator that this thread calls to the recorder."""
 
-    def __init__(self, recorder: Interpreter) -> None:
+    def __init__(self, recorder: Any) -> None:
         super().__init__()
         self.recorder = recorder
 

@@ -7,7 +7,7 @@ buffers must be sent if a start would load them, and are as constructed otherwis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,16 +34,8 @@ class LeftAlone:
     written: tuple[Geometry, ...] = ()
 
 
-def check_buffers(
-    model: torch.nn.Module,
-    storages: Mapping[int, LiveStorage],
-    written: Collection[LiveStorage],
-    stock: StockLoad,
-    may_stay: Callable[[str], bool],
-) -> list[str]:
+def check_buffers(storages: Mapping[int, LiveStorage], written: Collection[LiveStorage], stock: StockLoad) -> list[str]:
     """Raises Unsupported, naming it, for a tensor that a start would load, and an update does not write.
-
-    may_stay  returns whether nothing at all may write the tensor of this name
 
     Returns the names of those that stay: by their own, or by those of the checkpoint's tensors that fill them.
 
@@ -51,6 +43,7 @@ def check_buffers(
     that it fills are found, too. Also raises Unsupported for a persistent buffer that nobody loads, if the engine's
     start has randomized it.
     """
+    model = stock.loader.model
     parameters = {storage_key(parameter) for parameter in model.parameters()}
     unwritten: dict[str, tuple[str, torch.Tensor]] = {}
     for name, buffer in persistent_buffers(model):
@@ -68,7 +61,7 @@ def check_buffers(
     kept: list[str] = []
     for storage_name, sources in ((name, names) for name, names in loaded.items() if names):
         name = unwritten[storage_name][0] if storage_name in unwritten else storage_name
-        if may_stay(name) or stock.tensors_may_stay(sources):
+        if stock.stays(name) or stock.tensors_may_stay(sources):
             kept.append(name)
             continue
         unsure = f" (It is not known whether the model's checkpoint has it: {stock.unknown}.)" if stock.unknown else ""

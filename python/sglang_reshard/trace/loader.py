@@ -22,9 +22,8 @@ import torch
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.layout.names import is_held_back
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveStorage, LiveWriteMode, checkpoint_tensors
+from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveStorage, LiveWriteMode, Record, checkpoint_tensors
 from sglang_reshard.trace.lowering import drop_overwritten_fills
-from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.program import Program, Step
 from sglang_reshard.trace.recorder import Recorder
 from sglang_reshard.trace.snapshot import ABSENT, Change, attributes_restored

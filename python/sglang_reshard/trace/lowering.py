@@ -19,14 +19,15 @@ from sglang_reshard.trace.lazy_tensor import (
     CheckpointTensor,
     LiveStorage,
     OpOutput,
+    Record,
     VersionedView,
+    geometry_of,
     leaves,
     names_of,
     operands,
     unwritten_view,
 )
 from sglang_reshard.trace.live import flat_view
-from sglang_reshard.trace.memory import Record, geometry_of
 from sglang_reshard.trace.program import Copy, Step, check_cast, torch_dtype
 from sglang_reshard.trace.recorder import map_leaves
 

@@ -158,7 +158,6 @@ class Program:
     copies    checkpoint elements -> storages, each element of a parameter exactly once
     targets   storage name -> flat 1-D tensor over the whole live storage (or scratch, named "scratch/N")
     steps     fills, expressions and deferred post_load_weights calls, in the loader's order
-    seconds   that the trace took
     arrivals  conversions of weights after all copies to that target, and before the steps. The target is a meta tensor
               until a transport has placed it in memory, see `landings.converting`
     left_alone  names of the parameters that it does not write completely; neither does a start on the checkpoint
@@ -168,7 +167,6 @@ class Program:
     copies: tuple[Copy, ...]
     targets: dict[str, torch.Tensor]
     steps: tuple[Step, ...] = ()
-    seconds: float = 0.0
     arrivals: Mapping[str, Arrival] = field(default_factory=dict)
     left_alone: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()

@@ -10,9 +10,8 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.trace.kept import split_part
-from sglang_reshard.trace.lazy_tensor import LiveStorage
+from sglang_reshard.trace.lazy_tensor import LiveStorage, Record
 from sglang_reshard.trace.live import storage_key
-from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.stock_load import StockLoad, copies_of, source_names
 
 # What does not depend on the weight's values, or that they do not depend on.

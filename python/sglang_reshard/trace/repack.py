@@ -17,10 +17,9 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.built_modules import HELPERS, BuiltModule, built_module
 from sglang_reshard.trace.geometry import Geometry
-from sglang_reshard.trace.lazy_tensor import CheckpointTensor, Number
+from sglang_reshard.trace.lazy_tensor import CheckpointTensor, Number, Record, geometry_of
 from sglang_reshard.trace.live import flat_view, same_bits, storage_key, tensors_among
 from sglang_reshard.trace.loader import Loaded, Pass
-from sglang_reshard.trace.memory import Record, geometry_of
 from sglang_reshard.trace.post_load import Run as PostLoad
 from sglang_reshard.trace.program import Program, Step
 

@@ -23,9 +23,9 @@ from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.names import matches_any
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.shown_names import some_names
-from sglang_reshard.trace.kept import patterns_of
-from sglang_reshard.trace.lazy_tensor import CheckpointTensor, VersionedView, checkpoint_tensors, leaves
-from sglang_reshard.trace.memory import Record
+from sglang_reshard.trace.kept import engine_name, patterns_of
+from sglang_reshard.trace.lazy_tensor import CheckpointTensor, Record, VersionedView, checkpoint_tensors, leaves
+from sglang_reshard.trace.loader import Loader, check_names
 from sglang_reshard.trace.program import MayStay
 
 _MOST_PATTERNS = 12  # that an error lists
@@ -53,21 +53,26 @@ class StockLoad:
 
     def __init__(
         self,
+        loader: Loader,
         specs: Sequence[TensorSpec],
         records: Sequence[Record],
         start: Callable[[], EngineStart] | None,
-        trace: Callable[[Sequence[TensorSpec], list[str]], Sequence[Record]],
         may_stay: MayStay,
     ) -> None:
-        """`records` are those of an update that sends `specs`.
-
-        trace  traces the loader with specs; the list gets the name of each tensor that it receives
-        """
-        self._specs, self._records, self._trace = specs, records, trace
-        self._frozen = may_stay.frozen
+        """`records` are those of an update that sends `specs`. `start`, `may_stay`: see `tracer.trace`."""
+        self.loader, self._specs, self._records, self._may_stay = loader, specs, records, may_stay
+        self.frozen = may_stay.frozen
         self._sent = {spec.name for spec in specs}
         self._start = functools.cache(start if start is not None else lambda: EngineStart(None))
         self.unknown = ""
+
+    def stays(self, name: str) -> bool:
+        """Returns whether nothing at all need write the tensor of this name."""
+        return self._may_stay(engine_name(self.loader.model, name))
+
+    def _trace(self, specs: Sequence[TensorSpec], last: list[str]) -> Sequence[Record]:
+        check_names(specs)
+        return self.loader.run(specs, last).all_written
 
     @property
     def randomized(self) -> Sequence[torch.nn.Module]:
@@ -112,7 +117,7 @@ class StockLoad:
 
     def tensors_may_stay(self, names: Collection[str]) -> bool:
         """Returns whether tensors of the engine's own checkpoint have filled something, and all of that may stay."""
-        return self._sent.isdisjoint(names) and all(matches_any(name, self._frozen) for name in names)
+        return self._sent.isdisjoint(names) and all(matches_any(name, self.frozen) for name in names)
 
     def all_may_stay(self, *storages: str) -> bool:
         """Returns whether a start fills any of these live storages, and all of that may stay."""
@@ -130,8 +135,8 @@ class StockLoad:
         """
         kinds = {_kind(name) for name in unsent}
         alike = [s.name for s in self._start().specs or () if s.name not in self._sent and _kind(s.name) in kinds]
-        patterns = [*self._frozen, *patterns_of(alike, _MOST_PATTERNS)]
-        if len(alike) > len(self._sent) or len(patterns) > _MOST_PATTERNS + len(self._frozen):
+        patterns = [*self.frozen, *patterns_of(alike, _MOST_PATTERNS)]
+        if len(alike) > len(self._sent) or len(patterns) > _MOST_PATTERNS + len(self.frozen):
             return "Send the missing tensors, or name those whose values may stay in frozen=."
         return f"Send the missing tensors, or pass frozen={patterns} to the update to keep the engine's values."
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,18 +47,16 @@ def trace(
     Raises Mismatch if the loader rejects the tensors, and Unsupported if what it does cannot be repeated as copies
     followed by steps.
     """
-    began = time.perf_counter()
     check_names(specs)
     with _tracing():
         try:
-            program = _traced(model, specs, start, may_stay, weightless)
+            return _traced(model, specs, start, may_stay, weightless)
         except ReshardError as error:
             from sglang_reshard.trace.converting_loader import refusal_of_nvfp4
 
             if why := refusal_of_nvfp4(model, specs):
                 raise Unsupported(why) from error
             raise
-    return replace(program, seconds=time.perf_counter() - began)
 
 
 def _traced(

@@ -23,11 +23,9 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard.errors import DeadlineExceeded, ReshardError, Unsupported
-from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import Failure, Outcome, decode, encode
 
 T = TypeVar("T")
-logger = get_logger(__name__)
 Exchange = Callable[[bytes], Sequence[bytes]]  # returns, on every rank, what each rank has passed, in rank order
 
 
@@ -71,17 +69,9 @@ def on_first_rank(call: Callable[[], Any], group: dist.ProcessGroup) -> Any:
     The result is decoded from msgpack on all ranks alike: tuples and tensors become lists. Collective over a CPU group.
     """
     require_cpu_backend(group)
-    outcome = cause = None
-    if dist.get_rank(group) == 0:
-        try:
-            outcome = Outcome(call())
-        except Exception as error:
-            cause = error
-            outcome = Outcome(None, Failure.of(error))
-    outcome = broadcast_message(outcome, Outcome[Any], group)
-    if outcome.failure is not None:
-        raise outcome.failure.error() from cause
-    return outcome.value
+    with gathering(object, group) as told:
+        told.own = call() if dist.get_rank(group) == 0 else None
+    return told.of_all[0]
 
 
 def first_rank_address(group: dist.ProcessGroup) -> str:
@@ -146,8 +136,6 @@ class Gathering(Generic[T]):
         if error is not None and not isinstance(error, Exception):
             return  # Ctrl-C
         own = Outcome(self.own) if error is None else Outcome(None, Failure.on(self._rank, error))
-        if not isinstance(error, ReshardError | None):
-            logger.error("trainer rank %d failed; all trainer ranks raise its error", self._rank, exc_info=error)
         try:
             outcomes = [decode(told, self._kind) for told in self._exchange(encode(own))]
         except ReshardError:

@@ -33,6 +33,8 @@ from sglang_reshard.protocol.validation import check_transport
 Delta = Literal["off", "auto"]
 _VERIFY = get_args(Verify)
 Options = TypeVar("Options", "SenderOptions", "UpdateOptions")
+_OF_UPDATES = "its updates: pass it to update()"
+_OF_SENDERS = "the sender: pass it to WeightSender(...), or to the constructor of your sender"
 _ALMOST = 0.84  # likeness of a misspelt option; no argument of SGLang's Engine is as like one
 
 
@@ -79,7 +81,7 @@ class SenderOptions:
     @classmethod
     def of(cls, options: SenderOptions | None, given: Mapping[str, Any]) -> SenderOptions:
         """Returns `options`, or the defaults, with the values in `given`. Raises TypeError for another name."""
-        return _with("a sender", options or cls(), given, elsewhere=UpdateOptions)
+        return _with("a sender", options or cls(), given, UpdateOptions, _OF_UPDATES)
 
     @classmethod
     def split(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -92,7 +94,7 @@ class SenderOptions:
         rest = {name: value for name, value in given.items() if name not in names}
         of_update = set(_names(UpdateOptions)) - {"weight_version"}  # which is an argument of the engine, too
         wrong = [n for n in rest if n in of_update or difflib.get_close_matches(n, names, n=1, cutoff=_ALMOST)]
-        check_names("a sender", wrong, names, elsewhere=of_update)
+        check_names("a sender", wrong, names, of_update, _OF_UPDATES)
         return own, rest
 
 
@@ -168,7 +170,7 @@ class UpdateOptions:
 
         Raises TypeError for another name.
         """
-        chosen = _with("an update", options or cls(), given)
+        chosen = _with("an update", options or cls(), given, SenderOptions, _OF_SENDERS)
         if "peft" not in sys.modules or not isinstance(weights, (list, torch.nn.Module)):
             return chosen  # no adapter can be merged
         from sglang_reshard.sources.lora_layers import merged_adapters
@@ -178,13 +180,17 @@ class UpdateOptions:
 
 
 def _with(
-    what: str, options: Options, given: Mapping[str, Any], elsewhere: type[UpdateOptions] | None = None
+    what: str,
+    options: Options,
+    given: Mapping[str, Any],
+    elsewhere: type[SenderOptions] | type[UpdateOptions],
+    where: str,
 ) -> Options:
     """Returns the options with the values in `given`. It checks names only after a failure: warm updates call it."""
     try:
         return dataclasses.replace(options, **given)
     except TypeError:
-        check_names(what, given, _names(type(options)), elsewhere=_names(elsewhere) if elsewhere else ())
+        check_names(what, given, _names(type(options)), _names(elsewhere), where)
         raise
 
 

@@ -14,6 +14,7 @@ from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.gpu.runtime import rank_device, runtime, trainer_device
 from sglang_reshard.layout.names import Renaming, ignored_remark, is_embedding
 from sglang_reshard.layout.source_layout import SourceTensor
+from sglang_reshard.layout.union import union
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.protocol.session import Session, handles_key
 from sglang_reshard.sources import (
@@ -26,13 +27,13 @@ from sglang_reshard.sources import (
 )
 from sglang_reshard.sources.memory_identity import MemoryIdentity, NamedTensorList, own_memory
 from sglang_reshard.trainer.collectives import Gathering
-from sglang_reshard.trainer.stages import Stages
 
 if TYPE_CHECKING:
     from sglang_reshard.trainer.tied_heads import TiedHeads
 
 Weights: TypeAlias = NamedTensors | torch.nn.Module | TrainerState
 Listed: TypeAlias = NamedTensorList | TrainerState
+_FETCH_S = 60.0  # a layout that was published before its hash was exchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,30 @@ class PublishedShards:
     def identity(self) -> tuple[object, ...]:
         """Equal for shards with the same layout in the same memory, as long as something refers to them."""
         return self.layout, self.handles, self.memory
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The tensors that all trainer ranks list together.
+
+    listed  content hash of each trainer rank's layout, which is in the session
+    layout  of all tensors
+    """
+
+    listed: tuple[str, ...]
+    layout: SourceLayout
+
+    @classmethod
+    def of(cls, session: Session, listed: Sequence[str], known: Stages | None = None) -> Stages:
+        """Returns what all ranks list: `known`, if that is the same. Layouts are fetched otherwise.
+
+        Raises as `union` does.
+        """
+        if known is not None and known.listed == tuple(listed):
+            return known
+        distinct = list(dict.fromkeys(listed))
+        layouts = [session.get(digest, SourceLayout, "the source layout", _FETCH_S) for digest in distinct]
+        return cls(tuple(listed), union(layouts, [distinct.index(digest) for digest in listed]))
 
 
 class ShardPublisher:

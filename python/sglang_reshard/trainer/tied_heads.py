@@ -18,7 +18,7 @@ from sglang_reshard.layout.regions import Box, Region, split
 from sglang_reshard.layout.source_layout import SourceTensor
 from sglang_reshard.sources import TrainerState, tied_names
 
-_FIRST_CHUNK, _CHUNK = 1 << 12, 1 << 24  # elements that are compared at a time
+_CHUNK = 1 << 24  # elements that are compared at a time
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: NaNs are equal in bits
 
 
@@ -63,7 +63,7 @@ class TiedHeads:
     def of(cls, state: TrainerState, trainer_rank: int, found: Sequence[Head]) -> TiedHeads:
         """Returns those of the state's heads that are not their embedding's memory. `found`: see `publisher.heads`."""
         tied = tied_names(state.layout, state.shards)
-        pairs = tuple(_pair(state, trainer_rank, *pair) for pair in found if pair[0].name not in tied)
+        pairs = tuple(_pair(state, trainer_rank, head) for head in found if head[0].name not in tied)
         used = sorted({view.number for pair in pairs for both in pair.views for view in both})
         return cls(pairs, tuple(used))
 
@@ -93,7 +93,8 @@ def judged(of_ranks: Sequence[Mapping[str, str]]) -> tuple[tuple[str, ...], dict
     return tuple(glob.escape(name) for name in names if name not in apart), apart
 
 
-def _pair(state: TrainerState, rank: int, tensor: SourceTensor, of: SourceTensor, number: int, of_number: int) -> _Pair:
+def _pair(state: TrainerState, rank: int, head: Head) -> _Pair:
+    tensor, of, number, of_number = head
     shards = state.shards[number], state.shards[of_number]
     maps = state.layout.shard_map(tensor), state.layout.shard_map(of)
     one, other = ({(shard.box, shard.ranks) for shard in held.shards} for held in maps)
@@ -135,11 +136,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields the same elements of two tensors of one shape: first a few, to see a difference early."""
-    if one.is_contiguous() and other.is_contiguous():
-        one, other = one.view(-1), other.view(-1)
-        yield one[:_FIRST_CHUNK], other[:_FIRST_CHUNK]
-        yield from zip(one[_FIRST_CHUNK:].split(_CHUNK), other[_FIRST_CHUNK:].split(_CHUNK), strict=True)
-        return
+    """Yields the same elements of two tensors of one shape: first a row, to see a difference early."""
+    yield one[:1], other[:1]
     for box in split(Box.whole(tuple(one.shape)), _CHUNK):
         yield one[box.slices()], other[box.slices()]

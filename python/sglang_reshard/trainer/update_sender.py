@@ -43,6 +43,10 @@ class UpdateSender:
     """One trainer rank's end of a session with any number of engines. Not for use from several threads at once.
 
     A trainer rank publishes its shards once for all engines, and waits for one result.
+
+    session    that the trainer ranks meet in
+    ranks      the trainer rank, and the global rank of each trainer rank
+    timeout_s  seconds that any one wait may last
     """
 
     def __init__(
@@ -62,12 +66,12 @@ class UpdateSender:
         configure()
         self._options, self._may_offer = options, bool(options_around(options))
         self._closed = False
-        self._session, self._rank, self._global_ranks = session, rank, global_ranks
+        self.session, self._rank, self._global_ranks = session, rank, global_ranks
+        self.ranks, self.timeout_s = (rank, global_ranks), options.timeout_s
         self._host = host_identity()
         self._coordinator = UpdateCoordinator(session, global_ranks, options) if rank == 0 else None
         self._publisher = ShardPublisher(session, rank, global_ranks, shared_memory)
         self._worker = TrainerWorker(session, rank, len(global_ranks), options.timeout_s, shared_state(options))
-        self._timeout_s = options.timeout_s
         self._engines: tuple[int, ...] = ()
         self._update = 0
         self._updating = threading.Lock()
@@ -90,7 +94,7 @@ class UpdateSender:
         if self._coordinator is not None:
             self._coordinator.set_engines({engine: send for engine, send in engines.items() if send is not None})
             for engine in set(self._engines) - engines.keys():
-                self._session.end_engine(engine)
+                self.session.end_engine(engine)
         self._engines = tuple(engines)
 
     def update_engines(self, named_tensors: Weights, options: UpdateOptions) -> dict[int, UpdateReport | ReshardError]:
@@ -110,24 +114,10 @@ class UpdateSender:
             self._updating.release()
 
     @property
-    def ranks(self) -> tuple[int, tuple[int, ...]]:
-        """The trainer rank, and the global rank of each trainer rank."""
-        return self._rank, self._global_ranks
-
-    @property
-    def session(self) -> Session:
-        """The session that the trainer ranks meet in."""
-        return self._session
-
-    @property
-    def timeout_s(self) -> float:
-        return self._timeout_s
-
-    @property
     def last_update(self) -> tuple[str, int, str | None]:
         """The session's name, the number of its last update, and the LoRA adapter that it updates, if it does."""
         lora = self._options.lora
-        return self._session.address.session, self._update, None if lora is None else lora.name
+        return self.session.address.session, self._update, None if lora is None else lora.name
 
     def agree(self, own: bytes, method: str, timeout_s: float | None = None) -> bytes:
         """Returns what trainer rank 0 passes. Collective.
@@ -137,8 +127,8 @@ class UpdateSender:
 
         Raises DeadlineExceeded, naming the ranks that do not call it.
         """
-        size, timeout_s = len(self._global_ranks), timeout_s or self._timeout_s
-        gathered = self._session.client.all_gather(
+        size, timeout_s = len(self._global_ranks), timeout_s or self.timeout_s
+        gathered = self.session.client.all_gather(
             f"agreed/{method}", self._rank, size, own, timeout_s, explain=lambda missing: (
                 f"trainer ranks {missing} did not call {method} within {timeout_s:.0f} s. Every trainer rank must call "
                 "it; look at the logs of these ranks"
@@ -158,10 +148,10 @@ class UpdateSender:
     def _run_update(self, named_tensors: Weights, options: UpdateOptions) -> dict[int, UpdateReport | ReshardError]:
         started = time.perf_counter()
         self._update += 1
-        rank_name, session = f"trainer rank {self._rank}", self._session.address.session
+        rank_name, session = f"trainer rank {self._rank}", self.session.address.session
         labels = {"session": session, "update": self._update, "version": options.weight_version or ""}
         with log_context(**labels, rank=rank_name), self._span("reshard.update", **labels) as span:
-            with self._session.trainer_channel(self._update, rank_name) as channel, self._unless_peer_lost(channel):
+            with self.session.trainer_channel(self._update, rank_name) as channel, self._unless_peer_lost(channel):
                 published, shards = self._publish(channel, named_tensors, options)
                 coordinated = None
                 if self._coordinator is not None:
@@ -190,7 +180,7 @@ class UpdateSender:
             name, size = f"disagreement/{self._update}", len(self._global_ranks)
 
             def exchange(own: bytes) -> list[bytes]:
-                return self._session.client.all_gather(name, self._rank, size, own, self._timeout_s)
+                return self.session.client.all_gather(name, self._rank, size, own, self.timeout_s)
 
             source = published.source, shards, self._rank
             errors = explained(errors, *source, self._update, exchange, options.partial)
@@ -242,9 +232,9 @@ class UpdateSender:
         self._worker.set_engines(())
         self._publisher.close()
         if self._rank == 0:
-            self._session.end(len(self._global_ranks))
+            self.session.end(len(self._global_ranks))
         else:
-            self._session.leave(self._rank)
+            self.session.leave(self._rank)
 
     @contextlib.contextmanager
     def _unless_peer_lost(self, channel: TrainerChannel) -> Iterator[None]:
@@ -276,7 +266,7 @@ class UpdateSender:
         named_tensors = repeatable(named_tensors)
         gathering = None
         if options.partial:
-            size, timeout_s = len(self._global_ranks), self._timeout_s
+            size, timeout_s = len(self._global_ranks), self.timeout_s
             exchange = functools.partial(channel.exchange_layouts, self._rank, size, timeout_s)
             gathering = Gathering[str](self._rank, str, exchange)
         try:
@@ -291,8 +281,6 @@ class UpdateSender:
             status = Outcome(TrainerStatus(self._host, *hashes, prepared, published.device, offers, heads))
         except Exception as error:
             status = Outcome(None, Failure.on(self._rank, error))
-            if not isinstance(error, ReshardError):
-                logger.exception("trainer rank %d cannot participate in update %d", self._rank, self._update)
         channel.publish_status(self._rank, status)
         return published, functools.partial(self._publisher.shards, named_tensors)
 

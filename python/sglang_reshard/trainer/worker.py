@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_reshard import tasks
-from sglang_reshard.errors import Aborted, Mismatch, ReshardError
+from sglang_reshard.errors import Aborted, Mismatch
 from sglang_reshard.landings import trainer_checks
-from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import (
     Command,
     Connect,
@@ -44,7 +43,6 @@ from sglang_reshard.trainer.publisher import PublishedShards
 if TYPE_CHECKING:
     from sglang_reshard.landings import TrainerChecks
 
-logger = get_logger(__name__)
 Shards = Callable[[], Sequence[torch.Tensor]]  # returns this rank's, in the layout's order
 
 
@@ -101,8 +99,6 @@ class TrainerWorker:
             except Aborted:
                 pass  # the results report it
             except Exception as error:
-                if not isinstance(error, ReshardError):
-                    logger.exception("trainer rank %d failed in update %d", self._rank, channel.update)
                 scope.abort_because(error, Failure.on(self._rank, error).message)
 
         try:

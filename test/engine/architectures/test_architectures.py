@@ -1,12 +1,11 @@
 """Every architecture of SGLang's registry that generates: its traced program leaves what stock loading leaves.
 
 Real SGLang models with live memory full of garbage beforehand, one engine rank at a time. `make test`
-tries some ranks of every architecture and holds them against benchmark/results/architectures.json;
+tries some ranks of one architecture of each kind and holds them against benchmark/results/architectures.json;
 `make test-all` tries all, and writes that file and docs/results/architectures.md.
 """
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +16,13 @@ from architecture_cases import ARCHITECTURE, CASE, RUNS
 from examination import Replays
 from support import zygote
 from support.scripts import run_script
+from support.sweep import SWEEP, only
 
-# With all engine ranks of all runs, and saving what comes of it.
-SWEEP = "SGLANG_RESHARD_SWEEP" in os.environ
 SECONDS = 7500 if SWEEP else 1200
 SAVED = results.saved()
 TRIED = [name for name, entry in SAVED.items() if entry["runs"]]
+# What their checkpoints have, by which variant of the config, makes architectures one kind.
+ONE_OF_EACH = {(SAVED[n]["kind"], *SAVED[n]["has"], *SAVED[n]["config"]): n for n in reversed(TRIED)}.values()
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(2 * SECONDS)]
 
@@ -49,8 +49,8 @@ KINDS_OF_LAYOUT = [
 def examined(paths, folder):
     """What architecture_cases.py finds on one of the code paths."""
     script = Path(__file__).with_name("architecture_cases.py")
-    level, environment = "sweep" if SWEEP else "fast", {zygote.VARIABLE: paths}
-    lines = run_script(script, paths, level, str(folder), timeout_s=SECONDS, environment=environment)
+    level = ["sweep", str(folder)] if SWEEP else ["fast", str(folder), *ONE_OF_EACH]
+    lines = run_script(script, paths, *level, timeout_s=SECONDS, environment={zygote.VARIABLE: paths})
     return results.collected(
         [json.loads(x.removeprefix(ARCHITECTURE)) for x in lines if x.startswith(ARCHITECTURE)],
         [json.loads(x.removeprefix(CASE)) for x in lines if x.startswith(CASE)],
@@ -76,12 +76,11 @@ def failures(found):
 
 
 def test_the_saved_results_are_of_the_architectures_in_the_registry(found):
-    saved = results.saved()
-    assert list(found) == list(saved)
-    assert [n for n in found if found[n]["runs"]] == [n for n in saved if saved[n]["runs"]]
+    assert list(found) == list(SAVED)
+    assert {n for n in found if found[n]["runs"]} == set(TRIED if SWEEP else ONE_OF_EACH)
 
 
-@pytest.mark.parametrize("name", TRIED)
+@pytest.mark.parametrize("name", only(TRIED, set(ONE_OF_EACH).__contains__))
 def test_it_is_as_saved(found, name):
     before = SAVED[name]
     assert failures({name: found[name]}) == {}

@@ -12,7 +12,7 @@ import torch
 
 from examination import built, specs_of
 from rank_jobs import run_jobs
-from sglang_reshard.engine.names.search import Reading, find_names, reading
+from sglang_reshard.engine.names import Reading, find_names, reading
 from sglang_reshard.engine.targets import LoaderNames
 from sglang_reshard.trace.program import MayStay
 from sglang_reshard.trace.tracer import names_read, trace

@@ -32,7 +32,7 @@ DEADLINE_S = 900
 
 
 def plan(*arguments: str, end: str = "pinned") -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "sglang_reshard.cli.main", "plan", *arguments]
+    command = [sys.executable, "-m", "sglang_reshard", "plan", *arguments]
     # With the pinned one plans are made on the code paths of GPUs.
     environment = sglangs.environment(end) if end == "newest" else {**os.environ, zygote.VARIABLE: "gpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)

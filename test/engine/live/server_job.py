@@ -331,7 +331,7 @@ def write_for_a_follower(job: dict[str, Any]) -> dict[str, Any]:
     nobody = RemoteEngine("http://127.0.0.1:1", timeout_s=180).update_weights_distributed
     sender = WeightSender.over(run.mesh.get_group(), None if run.rank else nobody, timeout_s=180, transport="p2p")
     folder = str(run.folder / "run")
-    follow = [sys.executable, "-m", "sglang_reshard.cli.main", "follow", folder, "--to", job["url"], "--once"]
+    follow = [sys.executable, "-m", "sglang_reshard", "follow", folder, "--to", job["url"], "--once"]
     follow += ["--admin-api-key", job["key"], "--cache", str(run.folder / "cache")]
     seen: dict[str, Any] = {"said": [], "fallen back": [], "versions": []}
 

@@ -8,19 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from benchmark.reference import greedy_tokens
 from flights import GREEDY, Flight
 from reshard_job import Job
 from sglang_reshard.selftest import text
-from sglang_reshard.selftest.digests import read_live_digests
 from stock_steps import all_steps
 from support.checkpoints import write_checkpoint
 from support.live_engines import PROMPTS, stock_engine
-from update_groups import UpdateGroup
 
-Digests = list[dict[str, str]]
 LONG = [[(7 * i) % 400 + 3 for i in range(40)]]  # long enough for its beginning to be cached
 IN_FLIGHT = 150  # new tokens of a request that is served while weights change: seconds, and a pause comes at the first
 
@@ -28,37 +24,13 @@ IN_FLIGHT = 150  # new tokens of a request that is served while weights change: 
 # -- SGLang's own updates
 
 
-def stock_updates(engine: Any, folder: Path, name: str) -> dict[str, Digests]:
-    """From disk to weights 1, from tensors to 2, from a process group to 1; the live tensors after each."""
-
-    def digests(path: str) -> Digests:
-        return read_live_digests(engine, folder / f"digests-{name}-{path}")
-
-    one, two = folder / "checkpoint-1", folder / "checkpoint-2"
-    seen = {}
-    _succeeded(engine.update_weights_from_disk(str(one), load_format="auto"))
-    seen["from_disk"] = digests("from_disk")
-    _succeeded(engine.update_weights_from_tensor(list(load_file(two / "model.safetensors").items())))
-    seen["from_tensor"] = digests("from_tensor")
-    group = UpdateGroup(engine, name)
-    _succeeded(group.make())
-    _succeeded(group.send(load_file(one / "model.safetensors")))
-    _succeeded(group.destroy())
-    seen["from_distributed"] = digests("from_distributed")
-    return seen
-
-
-def _succeeded(answer: Any) -> None:
-    assert answer[0], answer[1]
-
-
 def without_the_plugin(job: dict[str, Any]) -> dict[str, Any]:
-    """The same updates and steps of an engine that does not load the package's plugin."""
+    """The steps of an engine that does not load the package's plugin."""
     folder, weights = Path(job["folder"]), Path(job["weights"])
     for name in ("checkpoint-1", "checkpoint-2"):
         (folder / name).symlink_to(weights / name)
     with started(job, weights / "model") as engine:
-        return {**stock_updates(engine, folder, "without"), "steps": all_steps(engine, folder, "without")}
+        return all_steps(engine, folder, "without")
 
 
 def steps_of_a_model(job: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +110,7 @@ def to_weights(run: Job, version: str, *, refused: bool = False, **options: Any)
 
 
 def around_our_updates(job: dict[str, Any]) -> dict[str, Any]:
-    """SGLang's own updates before and after one of ours, then single steps, pauses and the cache."""
+    """SGLang's own updates between two of ours, then pauses and the cache."""
     run = Job(job)
     run.states = {}
     for version in ("1", "2"):
@@ -146,13 +118,12 @@ def around_our_updates(job: dict[str, Any]) -> dict[str, Any]:
         run.states[version] = {n: p.detach().clone() for n, p in run.trainer.model.named_parameters()}
     first = run.engine.engine
     seen: dict[str, Any] = {}
-    for name in ("before", "after"):
-        seen[name] = stock_updates(first, run.folder, name) if first else {}
-        dist.barrier()
-        to_weights(run, "2")
-        seen[f"ours {name}"] = run.live_digests(f"ours-{name}")
+    to_weights(run, "2")
+    seen["ours before"] = run.live_digests("ours-before")
     seen["steps"] = all_steps(first, run.folder, "with") if first else {}
     dist.barrier()
+    to_weights(run, "2")
+    seen["ours after"] = run.live_digests("ours-after")
     seen["pauses"] = pauses(run, first)
     seen["cache"] = cache(run, first)
     seen["expected"] = {v: run.expected_tokens(v) for v in ("1", "2")} if first else {}

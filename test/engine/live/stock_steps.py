@@ -69,7 +69,7 @@ class Steps:
         arguments = self.manager.server_args
         live = read_live_digests(self.engine, self._folder / f"steps-{self._name}")
         return {
-            "weights": hashlib.sha256(json.dumps(live, sort_keys=True).encode()).hexdigest(),
+            "weights": digest_of(live),
             "tokens": self.tokens(),
             "says": self._plain([arguments.model_path, arguments.load_format, arguments.weight_version]),
         }
@@ -103,6 +103,10 @@ class Steps:
         """The answer without what differs between two engines: folders and addresses."""
         text = json.dumps(answer, default=_fields)
         return json.loads(_PLACE.sub("0x", text.replace(str(self._folder), "FOLDER")))
+
+
+def digest_of(live: list[dict[str, str]]) -> str:
+    return hashlib.sha256(json.dumps(live, sort_keys=True).encode()).hexdigest()
 
 
 def _fields(value: Any) -> Any:

@@ -148,6 +148,7 @@ def test_buffers_that_the_loader_fills_are_sent_and_a_part_of_a_fused_parameter_
     assert any(name.endswith("layer_scalar") for name in fresh["digests"][0])
 
 
+@pytest.mark.sweep
 @IN_STAGES
 def test_a_frozen_tower_stays_once_it_has_been_sent(staged: bool, tmp_path: Path) -> None:
     for version in ("1", "2", "3"):

@@ -1,11 +1,11 @@
-"""The examples of trainers and a server that meet by URL and key, as their README says they are started."""
+"""The examples of trainers and a server that meet by URL and key, by the commands that their pages print."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,15 +13,15 @@ import httpx
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sglang_reshard.api.remote_engine import API_KEY, URL, RemoteEngine
+from sglang_reshard.api.remote_engine import API_KEY, RemoteEngine
 from sglang_reshard.errors import Unauthorized
 from support import zygote
-from support.deepspeed_env import FOLDER as DEEPSPEED
+from support.documents import ROOT, blocks, printed
 from support.servers import serving
 
 pytestmark = [pytest.mark.engine]
 LEARNED = [13, 21, 34, 55, 89, 144]
-EXAMPLE, KEY = Path(__file__).parents[3] / "examples" / "http", "a key of their own"
+PAGE, RECIPES, KEY = "examples/http/README.md", "docs/recipes/trainers.md", "secret"
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +32,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[str]:
     """By `sglang serve`, with the one key that guards everything; started the ordinary way."""
-    command = [sys.executable, str(EXAMPLE / "serve_on_cpu.py"), str(folder), "--api-key", KEY]
+    command = shlex.split(printed(PAGE, "serve_on_cpu.py").replace("$KEY", KEY).replace("/tmp/served", str(folder)))
+    command[1] = str(ROOT / command[1])
     with serving([*command, "--skip-server-warmup"], zygote.ORDINARY, folder / "log") as url:
         yield url
 
 
-def trained(script: str, *arguments: str, **variables: str) -> list[str]:
-    """Runs a trainer of two ranks. Returns what it prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def ran(document: str, script: str, server: str, folder: Path, **variables: str) -> list[str]:
+    """Runs the document's command in a shell, for this server. Returns what it prints."""
+    line = printed(document, script).replace("/tmp/served", str(folder)).replace("update.py", f"{folder}/update.py")
+    line = line.replace("127.0.0.1:30000", server.removeprefix("http://"))
     ran = subprocess.run(
-        [*command, str(EXAMPLE / script), *arguments],
-        env={**os.environ, API_KEY: KEY, "OMP_NUM_THREADS": "1", **variables},
+        ["bash", "-c", line],
+        cwd=ROOT,
+        env={**os.environ, "KEY": KEY, "OMP_NUM_THREADS": "1", "PET_STANDALONE": "1", **variables},
         capture_output=True,
         text=True,
         timeout=900,
@@ -61,7 +64,7 @@ def answers(lines: list[str]) -> dict[str, list[int]]:
 def said(server: str, folder: Path) -> list[str]:
     """By the trainer, whose server had its first weights from nobody."""
     assert RemoteEngine(server, api_key=KEY).weights_info().layout is None
-    return trained("train.py", str(folder / "model"), **{URL: server})
+    return ran(PAGE, "train.py", server, folder)
 
 
 def test_every_step_is_served(said: list[str]) -> None:
@@ -83,8 +86,8 @@ def test_the_server_tells_which_weights_it_has(server: str, said: list[str]) -> 
     assert info.layout.nbytes > 40e6
 
 
-def test_the_key_itself_is_not_told(server: str, said: list[str]) -> None:
-    told = httpx.get(f"{server}/weights_info", headers={"Authorization": f"Bearer {KEY}"}).text
+def test_the_key_itself_is_not_told(server: str, said: list[str], folder: Path) -> None:
+    (told,) = ran(PAGE, "/weights_info", server, folder)
     assert "session" in told
     assert '"key"' not in told
 
@@ -97,9 +100,16 @@ def test_a_wrong_key_opens_nothing(server: str) -> None:
             RemoteEngine(server, api_key=key).generate(input_ids=[1, 2])
 
 
+def test_the_lines_of_the_readme_run_as_pasted(server: str, said: list[str], folder: Path) -> None:
+    (folder / "update.py").write_text(blocks("README.md", "python")[0])
+    assert "publish" in "\n".join(ran("README.md", "update.py", server, folder))
+    info = RemoteEngine(server, api_key=KEY).check()
+    assert (info.version, info.verified) == ("step 1", "full")
+
+
+@pytest.mark.sweep
 def test_a_deepspeed_trainer_brings_its_weights(server: str, said: list[str], folder: Path) -> None:
-    path = os.pathsep.join(filter(None, [str(DEEPSPEED), os.environ.get("PYTHONPATH", "")]))
-    told = answers(trained("train_zero3.py", str(folder / "model"), server, PYTHONPATH=path))
+    told = answers(ran(RECIPES, "train_zero3.py", server, folder, **{API_KEY: KEY}))
     assert list(told) == ["zero3 1", "zero3 2", "zero3 3"]
     assert told["zero3 1"] != told["zero3 3"] == LEARNED
     info = RemoteEngine(server, api_key=KEY).weights_info()
@@ -109,8 +119,7 @@ def test_a_deepspeed_trainer_brings_its_weights(server: str, said: list[str], fo
 
 
 def test_a_megatron_trainer_brings_its_weights(server: str, said: list[str], folder: Path) -> None:
-    address = server.removeprefix("http://")
-    told = answers(trained("train_megatron.py", str(folder / "model"), "--rollout-external-engine-addrs", address))
+    told = answers(ran(RECIPES, "train_megatron.py", server, folder, **{API_KEY: KEY}))
     assert list(told) == ["megatron 1", "megatron 2"]
     assert told["megatron 2"] == LEARNED
     info = RemoteEngine(server, api_key=KEY).weights_info()

@@ -56,7 +56,7 @@ def update_a_server_that_counts(job: dict[str, Any]) -> dict[str, Any]:
     sender.close()
     seen["reports"] = [report.as_dict() for report in reports]
     provider.shutdown()
-    seen["session"] = sender._session.address.session
+    seen["session"] = sender.session.address.session
     return seen
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from reshard_job import Job
 from sglang_reshard import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, WeightSender
+from support.live_engines import WITHOUT_PLUGIN
 from support.refusals import refusal_of
 from support.trainers import run_trainers
 
@@ -200,6 +202,11 @@ def make_all(job: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
+def start_only(job: dict[str, Any]) -> Refusal:
+    """How the start of an engine that cannot be updated fails."""
+    return refusal_of(lambda: Job(job))
+
+
 pytestmark = [pytest.mark.engine]
 
 ON_ONE_RANK = {"a rank never shows up", "while another runs", "half of the mesh"}
@@ -208,15 +215,8 @@ ON_ONE_RANK = {"a rank never shows up", "while another runs", "half of the mesh"
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Two trainer ranks and a TP=2 engine, in float32."""
-    return run_trainers(
-        2,
-        make_all,
-        tmp_path_factory.mktemp("mistakes"),
-        source_tp=2,
-        target_tp=2,
-        dtype="float32",
-        bucket_bytes=1 << 20,
-    )
+    sizes = {"source_tp": 2, "target_tp": 2, "dtype": "float32", "bucket_bytes": 1 << 20}
+    return run_trainers(2, make_all, tmp_path_factory.mktemp("mistakes"), **sizes)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -238,3 +238,12 @@ def test_the_next_update_works(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["report"]["success"]
     assert ranks[0]["tokens"]["after"] == ranks[0]["expected"]
     assert ranks[0]["expected"] != ranks[0]["tokens"]["before"]
+
+
+def test_an_engine_without_the_plugin_is_noticed_at_its_start(tmp_path: Path) -> None:
+    sizes = {"source_tp": 2, "target_tp": 1, "dtype": "float32"}
+    ranks = run_trainers(2, start_only, tmp_path, environment=WITHOUT_PLUGIN, **sizes)
+    assert ranks[0] == ranks[1]
+    kind, message = ranks[0]
+    assert kind == "Unsupported"
+    assert "SGLANG_PLUGINS" in message

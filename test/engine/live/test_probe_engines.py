@@ -17,8 +17,7 @@ from sglang_reshard.extras.probe.probing import compare
 from sglang_reshard.selftest.digests import LOADER, write_json
 from support.live_engines import live_digests, live_engine
 from support.refusals import refusal_of
-from support.sglangs import chosen
-from support.sweep import sweep
+from support.sglangs import ENDS, chosen
 from support.trainers import run_trainers
 
 STALE = "test_probe_engines.keep_stale_copies"
@@ -176,7 +175,8 @@ def test_every_trainer_rank_is_told_the_same(ranks: list[dict[str, Any]], seen: 
         assert {**rank, "kept": seen["kept"]} == seen  # the first one has the engine
 
 
-@pytest.mark.parametrize("end", ["pinned", sweep("newest")])
+@pytest.mark.sweep
+@pytest.mark.parametrize("end", ENDS)
 def test_data_parallel_ranks_are_probed_each(end: str, tmp_path: Path) -> None:
     with chosen(end):
         (seen, _) = run_trainers(2, few_updates, tmp_path, source_tp=1, target_tp=1, dp_size=2, dtype="float32")

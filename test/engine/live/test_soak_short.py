@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from benchmark.soak.expected import Expected
 from benchmark.soak.footprint import Footprint, footprint
 from benchmark.soak.seen import Updated, Verified
 from sglang_reshard.selftest import tiny_model
-from support.cramped import UNSHARE
-from support.left_behind import settled
+from support.left_behind import Belongings, Watch, settled
 from support.zygote import as_subreaper
 
 UPDATES, EVERY = 30, 10
@@ -36,18 +36,16 @@ PARAMETERS = 3 + 8 * tiny_model.LAYERS
 def test_thirty_updates_of_a_server_that_is_asked_all_the_time(tmp_path: Path) -> None:
     out, log = tmp_path / "soak.json", tmp_path / "log"
     arguments = ["--updates", str(UPDATES), "--every", str(EVERY), "--out", str(out)]
-    strangers = descendants()
+    strangers, before = descendants(), Belongings.of_this_process()
+    watch = Watch()
     # A short name: SGLang puts sockets there, whose paths may not be long.
-    with (
-        tempfile.TemporaryDirectory(prefix="soak-") as temporary,
-        own_shared_memory() as (isolated, shared),
-        as_subreaper(),
-    ):
-        status = soak([*isolated, sys.executable, "-m", "benchmark.soak", *arguments], {"TMPDIR": temporary}, log)
+    with tempfile.TemporaryDirectory(prefix="soak-") as temporary, as_subreaper():
+        command = [sys.executable, "-m", "benchmark.soak", *arguments]
+        status = soak(command, {"TMPDIR": temporary}, log, lambda: watch.look(p.pid for p in descendants() - strangers))
         assert status == 0, log.read_text()[-8000:]
         assert os.listdir(temporary) == []
         assert settled(lambda: alive(descendants() - strangers)) == []
-        assert settled(lambda: os.listdir(shared)) == []
+        assert watch.left_since(before) == []
     head, (summary, *rows) = results.load(out)
     assert head["command"] == " ".join(["python -m benchmark.soak", *arguments])
     assert summary["ok"]
@@ -64,25 +62,21 @@ def test_thirty_updates_of_a_server_that_is_asked_all_the_time(tmp_path: Path) -
         assert version["tokens_equal"] or version["lead"] < verdict.LEAST_LEAD
 
 
-@contextlib.contextmanager
-def own_shared_memory() -> Iterator[tuple[list[str], str]]:
-    """A prefix that gives a command a /dev/shm of its own, and the folder that holds its files."""
-    with tempfile.TemporaryDirectory(prefix="soak-", dir="/dev/shm") as folder:
-        mount = f'mount --bind {folder} /dev/shm && exec "$@"'
-        yield [*UNSHARE, "sh", "-c", mount, "sh"], folder
-
-
-def soak(command: list[str], variables: dict[str, str], log: Path) -> int:
+def soak(command: list[str], variables: dict[str, str], log: Path, look: Callable[[], None]) -> int:
     """The exit status. Ended as a user would end it when it takes too long."""
     path = os.pathsep.join([str(results.REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, **variables, "PYTHONPATH": path}
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        end = time.monotonic() + 540
         try:
-            return process.wait(timeout=540)
+            while process.poll() is None and time.monotonic() < end:
+                look()
+                time.sleep(0.5)
         finally:
             process.terminate()
             process.wait(timeout=60)
+        return process.returncode
 
 
 def descendants() -> set[psutil.Process]:
@@ -114,7 +108,7 @@ LIVE = [{"a": "1", "b": "2"}, {"a": "3", "b": "2"}]
 
 def version_rows(last: int = 50, **found: object) -> list[verdict.VersionRow]:
     """Of the first version and a later one; `found` is what was found of that."""
-    first = Verified(1, [[1, 2]], LIVE, False)
+    first = Verified(1, [[1, 2]], LIVE)
     later = msgspec.structs.replace(first, version=last, **found)
     return verdict.versions([first, later], {v: Expected(v, [[1, 2]], 0.5, LIVE) for v in (1, last)})
 

@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import torch
-from safetensors.torch import save_file
+import yaml
+from safetensors.torch import load_file, save_file
 
+from sglang_reshard import WeightSender
 from sglang_reshard.patches.sound_weights import SERVE_DUMMY
 from sglang_reshard.selftest import tiny_model
 from sglang_reshard.testing import cpu_host
@@ -261,3 +264,40 @@ def test_a_stock_load_heals_and_a_failed_one_does_not(server: Server, tmp_path: 
     assert server.tokens() != before
     assert server.load(one).status_code == 200, "a sound engine takes what a user gives it"
     assert [float(value) for value in server.gauge()] == [0]
+
+
+TWO_WORKLOADS = Path(__file__).parents[3] / "docs" / "recipes" / "kubernetes" / "two-workloads.yaml"
+
+
+def repair(job: dict[str, Any]) -> str:
+    """The trainer: one rank, which has the checkpoint."""
+    sender = WeightSender(job["url"])
+    report = sender.update(load_file(job["checkpoint"]), weight_version="whole", verify="full")
+    sender.close()
+    return report.transport
+
+
+def test_a_torn_engine_is_not_ready_and_the_trainer_of_the_manifest_repairs_it(server: Server, tmp_path: Path) -> None:
+    """As Kubernetes does by the manifest: a Service leads to ready pods, or to all with `publishNotReadyAddresses`."""
+    objects = {(o["kind"], o["metadata"]["name"]): o["spec"] for o in yaml.safe_load_all(TWO_WORKLOADS.read_text())}
+    (engine,) = objects["Deployment", "engine"]["template"]["spec"]["containers"]
+    pod = objects["Job", "trainer"]["template"]["spec"]
+    urls = {
+        v["value"] for c in pod["initContainers"] + pod["containers"] for v in c["env"] if v["name"].endswith("_URL")
+    }
+    (to_update,) = (urlsplit(url).hostname for url in urls)
+
+    def leads_to_the_engine(service: str) -> bool:
+        ready = httpx.get(server.url + engine["readinessProbe"]["httpGet"]["path"], timeout=30).status_code < 400
+        return ready or objects["Service", service].get("publishNotReadyAddresses", False)
+
+    assert leads_to_the_engine("engine")
+    server.probe({"reason": REASON})
+    assert not leads_to_the_engine("engine")
+    assert leads_to_the_engine(to_update)
+    assert "/weights_info" in pod["initContainers"][0]["args"][0]
+    assert httpx.get(f"{server.url}/weights_info", timeout=30).json()["torn"] == REASON
+    checkpoint = str(server.checkpoint / "model.safetensors")
+    assert run_trainers(1, repair, tmp_path, url=server.url, checkpoint=checkpoint) == ["ipc"]
+    assert leads_to_the_engine("engine")
+    assert server.ask("generate").json()["meta_info"]["weight_version"] == "whole"

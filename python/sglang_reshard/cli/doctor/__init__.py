@@ -2,7 +2,8 @@
 
 finding    the result of one check, and how findings are shown
 imports    what an update imports on a trainer's, an engine's or verl's side
-installed  package versions, and whether SGLang will load the plugin
+supported  versions of the packages that a side needs
+installed  versions of Python, this package and transformers, and whether SGLang will load the plugin
 host       shared memory, file descriptors, memory mappings, torchrun's variables, NIXL, RDMA devices
 gpus       GPUs, peer access, CUDA IPC, NCCL, memory saver
 server     a live server, by its URL
@@ -25,7 +26,8 @@ def examine(url: str = "", api_key: str = "", admin_api_key: str = "", side: Sid
 
     side  the side that this environment runs; None: as its packages show
     """
-    found = check_imports(side or installed_side())
+    side = side or installed_side()
+    found = check_imports(side) + _findings("supported", side)
     for module in ("installed", "host", "gpus"):
         found += _findings(module)
     if url:

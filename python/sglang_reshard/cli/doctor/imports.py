@@ -88,7 +88,11 @@ def check_imports(side: Side) -> list[Finding]:
     if not failures:
         return ok(name, f"all {len(modules_of(side))} modules can be imported")
     first = failures[0]
-    return fail(name, f"{first.module}: {first.error}", cure(first.missing, first.error))
+    says = f"{first.module} needs {first.missing}, which is not installed" if first.missing else first.error
+    missing = (
+        "verl" if side == "verl" and first.missing == "sglang" else first.missing
+    )  # which brings the one that fits
+    return fail(name, says, cure(missing, first.error))
 
 
 def cure(missing: str, error: str) -> str:

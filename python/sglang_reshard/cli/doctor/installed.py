@@ -1,4 +1,4 @@
-"""Checks package versions, and whether SGLang will load the plugin."""
+"""Checks versions of Python, this package and transformers, and whether SGLang will load the plugin."""
 
 from __future__ import annotations
 
@@ -46,34 +46,18 @@ def check_this_package() -> list[Finding]:
     return ok(_PACKAGE, told)
 
 
-def check_supported() -> list[Finding]:
-    """Checks the packages in this package's requirements and extras."""
-    found: list[Finding] = []
-    for name, needed in (("torch", True), ("sglang", False), ("verl", False)):
-        told, wanted = installed_version(name), _wanted(_PACKAGE, name)
-        cure = f"pip install '{wanted}'" if wanted is not None else f"pip install {name}"
-        if told is None:
-            absent = ok(name, f"not installed; where it is needed: {wanted}")
-            found += fail(name, "not installed", cure) if needed else absent
-        elif wanted is not None and not wanted.specifier.contains(told, prereleases=True):
-            found += warning(name, f"{told}; sglang-reshard is tested with {wanted.specifier}", cure)
-        else:
-            found += ok(name, told)
-    return found
-
-
 def check_transformers() -> list[Finding]:
     """SGLang pins one that verl excludes."""
     told = installed_version("transformers")
     if told is None or installed_version("sglang") is None:
         return ok("transformers", told or "not installed; needed where an engine runs")
-    wanted = _wanted("sglang", "transformers")
-    if wanted is None or wanted.specifier.contains(told, prereleases=True):
+    asked = wanted("sglang", "transformers")
+    if asked is None or asked.specifier.contains(told, prereleases=True):
         return ok("transformers", told)
-    says = f"{told}, and SGLang asks for {wanted.specifier}"
+    says = f"{told}, and SGLang asks for {asked.specifier}"
     if told == _TESTED_TRANSFORMERS:
         return ok("transformers", f"{says}; sglang-reshard is tested with this one")
-    return warning("transformers", says, f"pip install '{wanted}', or {_TESTED_TRANSFORMERS}, which suits verl too")
+    return warning("transformers", says, f"pip install '{asked}', or {_TESTED_TRANSFORMERS}, which suits verl too")
 
 
 def check_plugin() -> list[Finding]:
@@ -112,13 +96,13 @@ def provided_by_sglang() -> str | None:
     return versions[0] if versions else None
 
 
-def _wanted(package: str, name: str) -> Requirement | None:
+def wanted(package: str, name: str) -> Requirement | None:
     """Returns the requirement of `package` on `name`, from any of its extras, without the marker."""
     try:
-        asked = metadata.requires(package) or []
+        listed = metadata.requires(package) or []
     except metadata.PackageNotFoundError:
         return None
-    for requirement in map(Requirement, asked):
+    for requirement in map(Requirement, listed):
         if requirement.name == name:
             requirement.marker = None
             return requirement

@@ -6,6 +6,7 @@ busiest rank, or as its busiest host if ranks share fewer cores than there are r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,7 @@ class Costs:
     network_bytes_s  between two hosts, bytes per second
     message_s        seconds per message, on either side
     read_s           seconds per box that is read one-sided, in addition to its bytes
-    shares_cores     whether ranks on one host compete for its cores
+    cores            CPU cores of a host, for which its ranks compete; 0 if they do not
     """
 
     copy_bytes_s: float
@@ -36,19 +37,22 @@ class Costs:
     network_bytes_s: float
     message_s: float
     read_s: float
-    shares_cores: bool
+    cores: int
 
 
 # On 2 cores without a GPU, fitted to benchmark/results/bench.json.
-CPU = Costs(1e10, 1e-6, 5e9, 1.2e9, 1e-4, 1e-5, shares_cores=True)
+CPU = Costs(1e10, 1e-6, 5e9, 1.2e9, 1e-4, 1e-5, cores=2)
 # From data sheets (HBM, NVLink, 400 Gb/s network cards); not measured on a GPU. A box is a tile or more of a kernel's
 # (`copying.copy_table`), of which a GPU makes hundreds in a microsecond, and no launch of its own.
-GPU = Costs(1.5e12, 5e-9, 3e11, 4e10, 2e-5, 1e-6, shares_cores=False)
+GPU = Costs(1.5e12, 5e-9, 3e11, 4e10, 2e-5, 1e-6, cores=0)
 
 
 def costs_with(links: tuple[float, float], topology: ClusterTopology) -> Costs:
-    """Returns the constants for these ranks, with given speeds within a host and between hosts; 0 for their own."""
-    usual = GPU if topology.on_gpu else CPU
+    """Returns the constants for these ranks, with given speeds within a host and between hosts; 0 for their own.
+
+    Hosts are assumed to have as many cores as this one.
+    """
+    usual = GPU if topology.on_gpu else replace(CPU, cores=len(os.sched_getaffinity(0)))
     local, network = links
     return replace(usual, local_bytes_s=local or usual.local_bytes_s, network_bytes_s=network or usual.network_bytes_s)
 
@@ -64,12 +68,12 @@ def predicted_seconds(
     else:
         _add_exact(trainer, engine, strategy, speeds, demands)
     busiest = max(trainer.max(initial=0.0), engine.max(initial=0.0))
-    if not costs.shares_cores:
+    if not costs.cores:
         return float(busiest)
     of_host: dict[str, float] = {}
     for host, seconds in zip((*topology.trainer_hosts, *topology.engine_hosts), (*trainer, *engine), strict=True):
         of_host[host] = of_host.get(host, 0.0) + seconds
-    return float(max(busiest, *(seconds / topology.cores[host] for host, seconds in of_host.items())))
+    return float(max(busiest, *(seconds / costs.cores for seconds in of_host.values())))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from sglang_reshard.cli.plan.request import PlanRequest, start_failure
 from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.landings.base import Landing
-from sglang_reshard.landings.converting import converting
 from sglang_reshard.layout.checkpoint_headers import folder_specs
 from sglang_reshard.plan import RankDemand, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
 from sglang_reshard.routes.base import Reads
@@ -66,7 +65,7 @@ class Refusal:
     reason: str
 
 
-def model_rank(request: PlanRequest, index: TensorIndex, cores: int, engine_rank: int) -> RankModel | Refusal:
+def model_rank(request: PlanRequest, index: TensorIndex, engine_rank: int) -> RankModel | Refusal:
     """Builds and traces an engine rank in this process, which cannot build another one; returns why if it cannot."""
     try:
         model = _built(request, engine_rank)
@@ -83,10 +82,8 @@ def model_rank(request: PlanRequest, index: TensorIndex, cores: int, engine_rank
     location = RankLocation(engine_rank, ranks, host, request.trainer_hosts, device, request.trainer_devices)
     reads = plan_reads(index, program.copies, location)
     targets = {name: torch.empty(t.numel(), dtype=t.dtype, device="meta") for name, t in program.targets.items()}
-    demand = rank_demand(index, reads, host, cores, device)
-    return RankModel(
-        demand, reads, Program(program.copies, targets, seconds=program.seconds, arrivals=program.arrivals)
-    )
+    demand = rank_demand(index, reads, host, device)
+    return RankModel(demand, reads, Program(program.copies, targets, arrivals=program.arrivals))
 
 
 def _built(request: PlanRequest, engine_rank: int) -> torch.nn.Module:
@@ -171,14 +168,15 @@ def engine_load(
     index: TensorIndex, strategy: Strategy, engine_rank: int, rank: RankModel, bucket_bytes: int
 ) -> EngineLoad:
     """Returns the load of one engine rank."""
-    landing = converting(Landing(rank.program), _META, bucket_bytes)
+    landing = Landing(rank.program).converting(_META, bucket_bytes)
     reads = Reads(engine_rank, _META, index, rank.read_plan, landing, {})
-    cut = place(reads, strategy)
+    senders = strategy.senders(engine_rank)
+    like = _alike(index, rank, senders)
+    cut = place(reads, strategy, {t: senders[t] for t in {*like.values()}})
     if isinstance(strategy, BroadcastStrategy):
         links, received, messages, largest = _broadcast_links(reads, strategy.broadcasts)
         buckets = buckets_bytes([(messages, largest)])
     else:
-        senders = strategy.senders(engine_rank)
         links = {t: LinkLoad(nbytes, nbytes) for t, (nbytes, _) in rank.read_plan.traffic().items()}
         for t, link in cut.items():
             shards, request, share = _shards(index, t), send_request(rank.read_plan, t), senders[t]
@@ -198,6 +196,7 @@ def engine_load(
                 own, theirs = (packed_bytes(of.rounds(_META)) for of in (link, sent))
                 count = len(link.messages)
                 links[t] = LinkLoad(link.payload_bytes, link.payload_bytes, count, own, count, theirs)
+        links |= {t: links[first] for t, first in like.items()}
         received = sum(link.received_bytes for link in links.values())
         messages = sum(link.messages for link in links.values())
         buckets = buckets_bytes((link.messages, link.bucket_bytes) for link in links.values())
@@ -206,8 +205,28 @@ def engine_load(
     return EngineLoad(EngineRank(engine_rank, demand.host, received, demand.least_bytes, extra, messages), links)
 
 
-def place(reads: Reads, strategy: Strategy) -> dict[int, P2pLink]:
+def _alike(index: TensorIndex, rank: RankModel, senders: Mapping[int, int]) -> dict[int, int]:
+    """Returns, for each trainer rank that sends to an engine rank, the first one whose link is cut as its own is.
+
+    Their requests, shapes of shards and copies are the same: of most ranks, as FSDP cuts evenly.
+    """
+    plan = rank.read_plan
+    if rank.program.arrivals or plan.duplicates:
+        return {t: t for t in senders}
+    first: dict[Any, int] = {}
+    found = {}
+    for t, share in senders.items():
+        shapes = tuple(of.shard_map.min_local_shape(t) for of in index.classes)
+        own = plan.reads_from(t)
+        copies = plan.copy_ids[own.start : own.stop].tobytes()
+        found[t] = first.setdefault((send_request(plan, t), shapes, copies, share), t)
+    return found
+
+
+def place(reads: Reads, strategy: Strategy, sending: Mapping[int, int]) -> dict[int, P2pLink]:
     """Places weights that are converted on arrival as the route does, and returns the links of trainer ranks that send.
+
+    sending  trainer rank -> its bytes of a round
 
     For NIXL this assumes reads without gaps.
     """
@@ -218,7 +237,6 @@ def place(reads: Reads, strategy: Strategy) -> dict[int, P2pLink]:
             direct = strategy.broadcasts.direct_reads[reads.engine_rank][plan.shards(index)]
             reads.landing.place(written, read_targets(plan, np.flatnonzero(direct).tolist()))
         return {}
-    sending = strategy.senders(reads.engine_rank)
     links = engine_links(index.layout, plan, program, sending)
     if program.arrivals:
         mapped = read_targets(plan, mapped_reads(reads, sending))

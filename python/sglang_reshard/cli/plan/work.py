@@ -7,7 +7,6 @@ ranks then get the results of all forks.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -80,7 +79,7 @@ def forecast(request: PlanRequest) -> Forecast:
         return predicted_seconds(strategy, topology, costs, demands)
 
     try:
-        check_unread(unread_tensors(index, demands), ())
+        check_unread(unread_tensors(index, demands), (), {})
         strategy = choose(request.transport)
     except ReshardError as error:
         message = failure_message("plan", range(request.target.engine_ranks), str(error))
@@ -112,7 +111,7 @@ def _engine_ranks(request: PlanRequest, index: TensorIndex) -> list[RankModel] |
     """Returns all engine ranks in order, or the error message that the trainer would get."""
     models: dict[int, RankModel] = {}
     refusals: dict[int, Refusal] = {}
-    for rank, found in _of_engine_ranks(request, partial(model_rank, request, index, len(os.sched_getaffinity(0)))):
+    for rank, found in _of_engine_ranks(request, partial(model_rank, request, index)):
         if isinstance(found, RankModel):
             models[rank] = found
         elif found.phase == START:  # the others need not be tried

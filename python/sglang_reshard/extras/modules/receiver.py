@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from sglang_reshard.control import ENDED
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, TornWeights, Unsupported
@@ -219,7 +220,10 @@ def _apply_all(reference: weakref.ref[ModuleReceiver], stopped: threading.Event)
                 receiver.poll_and_apply(_POLL_S)
             del receiver
     except ConnectionLost as error:
-        logger.warning("the receiver's thread stopped, so no further weights are applied: %s", error)
+        if ENDED in str(error):  # as it should: no failure
+            logger.info("the trainer %s, so no further weights are applied", ENDED)
+        else:
+            logger.warning("the receiver's thread stopped, so no further weights are applied: %s", error)
     except Exception:
         logger.exception("the receiver's thread failed, so no further weights are applied")
 

@@ -79,7 +79,7 @@ class Cache:
         """
         check_kinds(newest, lambda name: folder.where(newest.name, name))
         try:
-            present = self._found(entries)
+            present = self._found()
             if present is not None and present.snapshot == newest and self._is_whole(present):
                 return present.path
             if present is not None and (chain := self._chain(folder, present.snapshot, newest, entries)):
@@ -93,17 +93,14 @@ class Cache:
         except OSError as error:
             raise ReshardError(f"snapshot {newest.name} cannot be stored in the cache {self.path}: {error}") from error
 
-    def _found(self, entries: Sequence[Entry]) -> _Copy | None:
+    def _found(self) -> _Copy | None:
         """Returns the newest copy, and deletes all other files. None if there is none."""
         known: list[_Copy] = []
-        order = {entry: number for number, entry in enumerate(entries)}  # snapshots of 0.1.0 have no publication
         for name in self._copies.names():
             if name.startswith(_COPY):
                 with contextlib.suppress(Mismatch):
                     known.append(_Copy(self.path / name, manifest(self._copies, name)))
-        newest = max(
-            known, key=lambda copy: (copy.snapshot.publication, order.get(copy.snapshot.entry, -1)), default=None
-        )
+        newest = max(known, key=lambda copy: copy.snapshot.publication, default=None)
         self._clear(keep=None if newest is None else newest.path)
         return newest
 
@@ -142,20 +139,11 @@ class Cache:
     def _chain(
         self, folder: Folder, present: Snapshot, newest: Snapshot, entries: Sequence[Entry]
     ) -> list[Snapshot] | None:
-        """Returns the snapshots after the present one, in order; None if deltas do not lead from it to the newest.
-
-        Raises Mismatch for a snapshot whose bases lead back to it.
-        """
-        chain, seen = [newest], {newest.name}
+        """Returns the snapshots after the present one, in order; None if deltas do not lead from it to the newest."""
+        chain = [newest]
         while (base := chain[-1].base_entry) != present.entry:
             if base is None or base not in entries or len(chain) == _LONGEST_CHAIN:
                 return None
-            if base.name in seen:
-                raise Mismatch(
-                    f"{folder.where(newest.name, MANIFEST)}: the bases of snapshot {newest.name} form a cycle back to "
-                    f"{base.name}; write a new snapshot"
-                )
-            seen.add(base.name)
             try:
                 chain.append(manifest(folder, base.name, base))
             except Mismatch as error:

@@ -91,7 +91,7 @@ def listed_or_found(folder: Folder) -> SnapshotList:
     for name in sorted(folder.names()):
         with contextlib.suppress(UnreadableFile):  # another's, perhaps
             found.append(entry_of(folder, name))
-    return SnapshotList.of({entry.publication or entry.name: entry for entry in found if entry is not None}.values())
+    return SnapshotList.of({entry.publication: entry for entry in found if entry is not None}.values())
 
 
 def _read(folder: Folder, name: str, file: str, most_bytes: int) -> bytes | None:

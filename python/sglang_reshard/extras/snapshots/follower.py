@@ -57,8 +57,9 @@ class _Refused(NamedTuple):
 class SnapshotFollower:
     """Keeps one server at the newest good snapshot of a folder.
 
-    read_bytes  that the last `poll` has read of weights from the folder, into the cache or by the server
-    listed      the number of snapshots that the folder listed at the last `poll`
+    read_bytes    that the last `poll` has read of weights from the folder, into the cache or by the server
+    loaded_bytes  that the server has loaded in the last `poll`, out of the cache or the folder
+    listed        the number of snapshots that the folder listed at the last `poll`
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class SnapshotFollower:
         self._allow_rollback = allow_rollback
         self._refused: dict[Entry, _Refused] = {}
         self._told = ""  # what was told last of the weights that the server holds
-        self.read_bytes = self.listed = 0
+        self.read_bytes = self.loaded_bytes = self.listed = 0
 
     @property
     def folder_exists(self) -> bool:
@@ -106,7 +107,7 @@ class SnapshotFollower:
         Raises the server's errors if it does not answer or does not accept the keys, and TornWeights if its weights are
         torn and no snapshot makes them good.
         """
-        self.read_bytes = 0
+        self.read_bytes = self.loaded_bytes = 0
         try:
             found = listed(self._folder)
             entries = () if found is None else found.entries()
@@ -139,6 +140,7 @@ class SnapshotFollower:
             if not loaded.success:  # the server has got later weights meanwhile
                 self._tell(loaded.message)
                 return None
+            self.loaded_bytes = loaded.read_bytes
             if self._cache is None:
                 self.read_bytes = loaded.read_bytes
             logger.info("%s now serves snapshot %s; %d bytes were read", self._engine.url, entry.name, self.read_bytes)
@@ -151,10 +153,12 @@ class SnapshotFollower:
         """Yields the snapshots that the server should have, the best one first."""
         held = info.publication
         for entry in reversed(entries):
-            is_live = _is_live(entry, info)
+            # A weight_version alone tells nothing: the first one is "default" on every server, and the user, or an
+            # update of an adapter, may have set it.
+            is_live = entry == (info.version, held)
             if is_live and not info.torn:
                 return
-            later = held > entry.publication or (held == entry.publication > 0 and not info.torn)
+            later = held > entry.publication or (held == entry.publication and not info.torn)
             if later and not self._allow_rollback:
                 if entry == entries[-1]:
                     self._tell(
@@ -189,11 +193,3 @@ class SnapshotFollower:
         if self._told != message:
             logger.warning("%s", message)
         self._told = message
-
-
-def _is_live(entry: Entry, info: WeightsInfo) -> bool:
-    """Returns whether a server has this snapshot. A weight_version alone tells nothing: the first one is "default" on
-    every server, and the user, or an update of an adapter, may have set it.
-    """
-    by_update = info.publication > 0 or info.engine_ranks > 0  # snapshots of 0.1.0 have no number
-    return by_update and entry == (info.version, info.publication)

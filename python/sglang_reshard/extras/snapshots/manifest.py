@@ -40,7 +40,7 @@ _MODE = 0o666  # less the umask, as of any new file
 T = TypeVar("T")
 
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
-_Publication = Annotated[int, msgspec.Meta(ge=0, le=MOST_PUBLICATION)]
+_Publication = Annotated[int, msgspec.Meta(ge=1, le=MOST_PUBLICATION)]
 _Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 _Sums = Annotated[str, msgspec.Meta(pattern=f"^([0-9a-f]{{{SUM_DIGITS}}})*$")]
 INDEX = "model.safetensors.index.json"
@@ -58,7 +58,7 @@ class SnapshotFile(msgspec.Struct, frozen=True):
     sha256       of its content
     delta_bytes  size of the file next to it with the changes since `Snapshot.base`; None if there is none
     table, sums  of safetensors: SHA-256 of the table of tensors, and the checksum of each tensor in the order of their
-                 bytes, see `landings.checked`. Snapshots that 0.1.0 wrote have neither
+                 bytes, see `landings.checked`
     """
 
     nbytes: _Bytes
@@ -69,10 +69,7 @@ class SnapshotFile(msgspec.Struct, frozen=True):
 
 
 class Entry(NamedTuple):
-    """A snapshot as others refer to it. A name alone may have been written again.
-
-    publication  0 if 0.1.0 wrote it
-    """
+    """A snapshot as others refer to it. A name alone may have been written again."""
 
     name: str
     publication: int
@@ -83,9 +80,9 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     name: str
     files: Annotated[dict[str, SnapshotFile], msgspec.Meta(max_length=1 << 16)]
+    publication: _Publication
     base: str = ""
-    publication: _Publication = 0
-    base_publication: _Publication = 0
+    base_publication: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
     def entry(self) -> Entry:
@@ -100,7 +97,7 @@ class SnapshotList(msgspec.Struct, frozen=True):
     """The snapshots in a folder that are published.
 
     names         the newest last
-    publications  of each; empty if 0.1.0 wrote the list
+    publications  of each
     unsettled     names of folders that are not published, and may be there: one that was about to be when its writer
                   died, or that was about to be deleted. The next writer deletes them
     """
@@ -118,7 +115,7 @@ class SnapshotList(msgspec.Struct, frozen=True):
         return cls(names, tuple(entry.publication for entry in ordered), tuple(left))
 
     def entries(self) -> tuple[Entry, ...]:
-        return tuple(map(Entry, self.names, self.publications or (0,) * len(self.names)))
+        return tuple(map(Entry, self.names, self.publications))
 
     def with_newest(self, entry: Entry, keep: int | None) -> SnapshotList:
         """Returns the list with one more snapshot, and without all but the newest `keep`, which become unsettled."""
@@ -144,7 +141,7 @@ def decode_snapshot(data: bytes, where: str, entry: Entry | None = None) -> Snap
         )
     if snapshot.base:
         check_snapshot_name(snapshot.base, where)
-        if snapshot.base == snapshot.name or snapshot.base_publication >= snapshot.publication > 0:
+        if snapshot.base == snapshot.name or snapshot.base_publication >= snapshot.publication:
             raise Mismatch(f"{where}: the base {snapshot.base!r} is not an earlier snapshot")
     return snapshot
 
@@ -154,12 +151,11 @@ def decode_list(data: bytes, where: str) -> SnapshotList:
     listed = _decode(data, SnapshotList, where, LIST_BYTES)
     for name in (*listed.names, *listed.unsettled):
         check_snapshot_name(name, where)
-    if listed.publications and len(listed.publications) != len(listed.names):
+    if len(listed.publications) != len(listed.names):
         raise Mismatch(
             f"{where} lists {len(listed.publications)} publication numbers for {len(listed.names)} snapshots"
         )
-    numbered = [number for number in listed.publications if number]
-    ordered = tuple(sorted(listed.publications)) == listed.publications and len(set(numbered)) == len(numbered)
+    ordered = tuple(sorted(set(listed.publications))) == listed.publications
     if not ordered or len({*listed.names, *listed.unsettled}) != len(listed.names) + len(listed.unsettled):
         raise Mismatch(f"{where} is not sorted by publication number, or lists a name twice")
     return listed
@@ -246,13 +242,15 @@ def note_tensors(of_tensor: dict[str, str], table: Table, file: str, where: str)
 
 
 def check_kinds(snapshot: Snapshot, where: Callable[[str], str]) -> None:
-    """Raises Mismatch for a snapshot without safetensors, or with weights of another kind."""
+    """Raises Mismatch for a snapshot without safetensors or their checksums, or with weights of another kind."""
     weights = [name for name in snapshot.files if name.endswith(WEIGHTS)]
     if not weights:
         raise Mismatch(f"{where(MANIFEST)} lists no safetensors files")
     for name in weights:
         if not name.endswith(SAFETENSORS):
             raise Mismatch(f"{where(name)}: weights of a snapshot must be safetensors files")
+        if snapshot.files[name].table is None:
+            raise Mismatch(f"{where(MANIFEST)} lists no checksums of the tensors in {name}; write a new snapshot")
 
 
 def check_size(nbytes: int, file: SnapshotFile, where: str) -> None:

@@ -33,7 +33,7 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import NamedTensors, TrainerState, describe
 from sglang_reshard.trainer.collectives import Gathering
 from sglang_reshard.trainer.options import UpdateOptions
-from sglang_reshard.trainer.stages import Stages
+from sglang_reshard.trainer.publisher import Stages
 from sglang_reshard.trainer.update_sender import repeatable
 
 if TYPE_CHECKING:

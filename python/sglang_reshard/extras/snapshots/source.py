@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.snapshots.folders import LocalFolder, manifest
 from sglang_reshard.extras.snapshots.manifest import (
@@ -71,48 +69,38 @@ def open_snapshot(path: Path, entry: Entry, ignore: Sequence[str] = ()) -> Snaps
     files: list[DiskFile] = []
     tensors: list[SourceTensor] = []
     ignored: list[str] = []
-    sums = ""
+    sums: list[int] = []
     of_tensor: dict[str, str] = {}
     places: list[tuple[int, int]] = []
-    weights = {file: of for file, of in sorted(snapshot.files.items()) if file.endswith(SAFETENSORS)}
-    has_sums = all(of.table for of in weights.values())
-    for file_name, file in weights.items():
+    for file_name, file in sorted(snapshot.files.items()):
+        if not file_name.endswith(SAFETENSORS):
+            continue
         with folder.open(name, file_name) as (opened, nbytes):
             check_size(nbytes, file, where(file_name))
             table = read_table(opened, nbytes, where(file_name))
         note_tensors(of_tensor, table, file_name, where(file_name))
-        if has_sums and (table.sha256, SUM_DIGITS * len(table.tensors)) != (file.table, len(file.sums)):
+        if (table.sha256, SUM_DIGITS * len(table.tensors)) != (file.table, len(file.sums)):
             raise Mismatch(f"{where(file_name)} has another table of tensors than its manifest")
-        kept = []
         for number, (spec, offset) in enumerate(table.tensors):
             if matches_any(spec.name, ignore):
                 ignored.append(spec.name)
                 continue
-            kept.append(number)
             places.append((len(files), offset))
+            sums.append(int(file.sums[SUM_DIGITS * number : SUM_DIGITS * (number + 1)], 16))
             tensors.append(SourceTensor(spec.name, spec.shape, spec.dtype, 0, 0))
-        files.append(DiskFile(file_name, nbytes, table.nbytes, table.sha256, "" if has_sums else file.sha256))
-        if has_sums:
-            sums += "".join(file.sums[SUM_DIGITS * n : SUM_DIGITS * (n + 1)] for n in kept)
+        files.append(DiskFile(file_name, nbytes, table.nbytes, table.sha256))
     if ignored and not tensors:
         raise Mismatch(f"snapshot {snapshot.name} has no tensors but those that ignore={list(ignore)} leaves out")
     layout = SourceLayout(1, (Mesh((1,), (0,)),), ((Placement(),),), tuple(tensors))
     of_file, offsets = zip(*places, strict=True) if places else ((), ())
-    found = DiskFiles(
-        snapshot.name,
-        str(path),
-        tuple(files),
-        tuple(of_file),
-        tuple(offsets),
-        tuple(np.frombuffer(bytes.fromhex(sums), ">u8").tolist()),
-    )
+    found = DiskFiles(snapshot.name, str(path), tuple(files), tuple(of_file), tuple(offsets), tuple(sums))
     return SnapshotSource(layout, found, ignored_remark(ignored), *_judged(layout, found))
 
 
 def _judged(layout: SourceLayout, files: DiskFiles) -> tuple[tuple[str, ...], dict[str, str]]:
     """Returns the heads that are their embeddings, and why others are not, by the checksums of both."""
     sums, equal, apart = files.sums, [], {}
-    for head, of, number, of_number in heads(layout) if sums else ():
+    for head, of, number, of_number in heads(layout):
         if head.dtype == of.dtype and sums[number] == sums[of_number]:
             equal.append(glob.escape(head.name))
         else:

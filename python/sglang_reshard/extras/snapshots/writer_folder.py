@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sglang_reshard.errors import DeadlineExceeded, Mismatch
-from sglang_reshard.extras.snapshots.folders import LocalFolder, entry_of, listed, listed_or_found, manifest
+from sglang_reshard.extras.snapshots.folders import LocalFolder, entry_of, listed, listed_or_found
 from sglang_reshard.extras.snapshots.manifest import (
     DELTA,
     INDEX,
@@ -46,7 +46,7 @@ from sglang_reshard.regular_files import FOLDER_FLAGS, is_folder, lock
 
 logger = get_logger(__name__)
 _POLL_S = 0.05
-_TOKEN = re.compile("[0-9a-f]{7}|partial")  # of a writer; 0.1.0 had the second one
+_TOKEN = re.compile("[0-9a-f]{7}")  # of a writer
 
 
 class SnapshotFolder:
@@ -82,25 +82,8 @@ class SnapshotFolder:
             lock(self._lock)
 
     def base(self) -> Entry | None:
-        """Returns the newest snapshot, which the deltas of this one apply to; None if there is none that can be a base.
-
-        A snapshot may be written again after its folder was deleted. Those in the list that came after the former one
-        have it for a base, by name. With one of these for the base of the new one, names would lead in a circle.
-        """
-        by_name = {entry.name: entry for entry in self._found().entries()}
-        newest = step = next(reversed(by_name.values()), None)
-        seen = {self._name, *(() if newest is None else (newest.name,))}
-        while step is not None:
-            try:
-                base = manifest(self._reader, step.name, step).base
-            except Mismatch as error:
-                logger.warning("%s; snapshot %s is written without deltas", error, self._name)
-                return None
-            if base in seen:
-                return None
-            seen.add(base)
-            step = by_name.get(base)
-        return newest
+        """Returns the newest snapshot, which the deltas of this one apply to; None if there is none."""
+        return next(reversed(self._found().entries()), None)
 
     def publish(
         self,
@@ -130,8 +113,7 @@ class SnapshotFolder:
                     f"{self._folder / LIST} has reached the last publication number, {last}; delete this file"
                 )
             entry = Entry(self._name, publication if publication > last else next_publication(last))
-            of = base or Entry("", 0)
-            snapshot = Snapshot(self._name, files, of.name, entry.publication, of.publication)
+            snapshot = Snapshot(self._name, files, entry.publication, *(base or ()))
             (self.partial / MANIFEST).write_bytes(encode(snapshot))
             to_disk(self.partial / MANIFEST)
             to_disk(self.partial)

@@ -2,8 +2,8 @@
 
 In:  the engine ranks' traced copies, and the trainer ranks' local tensors. Out: per engine rank at most MAX_GROUPS
 numbers, computed from its own memory (`target.TargetChecksums`) and, in parts that add up, from the trainer's
-(`source.SourceChecksums`); and one digest of the whole model (`whole_model`). In an update `engine` requests and
-compares them, and `trainer` answers.
+(`source.SourceChecksums`); and one digest of the whole model (`whole_model`). In an update `target.Checks` requests
+and compares them, and `source.TrainerChecks` answers.
 
     target = TargetChecksums(tensor_index, program)                          # on an engine rank, once per trace
     source = SourceChecksums(layout, shards, trainer_rank, regions_of_all)   # on a trainer rank, once per trace

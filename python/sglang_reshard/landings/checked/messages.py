@@ -7,7 +7,6 @@ import numpy as np
 
 from sglang_reshard.landings.checked import whole_model
 from sglang_reshard.landings.checked.regions import Selection
-from sglang_reshard.landings.checked.source import PartialChecksums
 
 # Of weights that are not the trainer's. Trainer ranks replace it if they hold different values themselves.
 CHANGED_UNDER_WAY = "Repeat the update; if it happens again, suspect this host's memory or its network"
@@ -40,6 +39,17 @@ class Checksums(msgspec.Struct, frozen=True):
     def values(self) -> np.ndarray:
         """Returns uint64 [groups]."""
         return np.frombuffer(self.row, "<u8").astype(np.uint64)
+
+
+class PartialChecksums(msgspec.Struct, frozen=True):
+    """One trainer rank's part of the checksums; the parts of all trainer ranks add up modulo 2^64.
+
+    rows   checksums of the engine ranks that ask, little-endian uint64 [engine ranks, groups]
+    model  of the whole model, see `whole_model`; None for a sample, and if the model has no digest
+    """
+
+    rows: bytes
+    model: int | None
 
 
 def summed(parts: list[PartialChecksums], engine_ranks: int) -> list[Checksums]:

@@ -1,37 +1,38 @@
-"""Computes what one trainer rank's shards contribute to the checksums that engine ranks must have."""
+"""A trainer rank's side: computes what its shards contribute to the checksums that engine ranks must have."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import torch
 
-from sglang_reshard.errors import Mismatch
+from sglang_reshard.errors import Aborted, Mismatch
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
 from sglang_reshard.landings.checked.coefficients import tensor_coefficients
+from sglang_reshard.landings.checked.messages import ChecksAsk, Checksums, PartialChecksums, summed
 from sglang_reshard.landings.checked.regions import RegionKind, RegionSet, Selection, groups_of, num_groups
 from sglang_reshard.landings.checked.whole_model import region_coefficients
+from sglang_reshard.layout.names import renamed
 from sglang_reshard.layout.regions import ITEM_BYTES, Box, LocalRegion, Region, is_within
 from sglang_reshard.layout.shard_map import ShardBox
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.plan.tensor_index import TensorClass
+from sglang_reshard.protocol.messages import Failure, Outcome, Question, decode
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.protocol.update_channel import TrainerChannel
 
+if TYPE_CHECKING:
+    from sglang_reshard.trainer.publisher import PublishedShards
+
+# What checksums were computed for: content hashes of the regions of all engine ranks and of names, and
+# `PublishedShards.identity`.
+_Key = tuple[tuple[str, ...], str, tuple[object, ...]]
 _SAME_VERSION = "Run the same version of sglang-reshard on trainer and engine."
-
-
-class PartialChecksums(msgspec.Struct, frozen=True):
-    """One trainer rank's part of the checksums; the parts of all trainer ranks add up modulo 2^64.
-
-    rows   checksums of the engine ranks that ask, little-endian uint64 [engine ranks, groups]
-    model  of the whole model, see `whole_model`; None for a sample, and if the model has no digest
-    """
-
-    rows: bytes
-    model: int | None
 
 
 class SourceChecksums:
@@ -141,3 +142,90 @@ def _are_below(numbers: np.ndarray, end: int) -> bool:
 
 def _is_region_of(kind: RegionKind, of: TensorClass) -> bool:
     return kind.dtype in ITEM_BYTES and is_within(kind.start, kind.count, kind.step, of.shape)
+
+
+class TrainerChecks:
+    """Answers on one trainer rank, of `size`. Keeps checksums, and the views that they are of, between updates."""
+
+    def __init__(self, session: Session, trainer_rank: int, size: int, timeout_s: float) -> None:
+        self._session, self._rank, self._size, self._timeout_s = session, trainer_rank, size, timeout_s
+        self._known: dict[_Key, SourceChecksums] = {}
+        self._used: dict[_Key, SourceChecksums] = {}  # in this update
+        self._answered: list[tuple[SourceChecksums, Selection, PartialChecksums]] = []
+
+    def answer(
+        self,
+        channel: TrainerChannel,
+        question: Question,
+        published: Callable[[], PublishedShards],
+        shards: Callable[[], Sequence[torch.Tensor]],
+    ) -> None:
+        """Computes checksums. On trainer rank 0, also those of all trainer ranks together, for the engines."""
+        try:
+            ask = decode(question.message, ChecksAsk)
+            checksums = self._checksums(ask, published(), shards)
+            found = checksums.compute(ask.selection)
+            self._answered.append((checksums, ask.selection, found))
+            part = Outcome(found)
+        except Exception as error:
+            part = Outcome(None, Failure.on(self._rank, error))
+        with contextlib.suppress(Aborted):  # the results report it
+            if self._rank == 0:
+                self._answer_all(channel, question, part)
+            else:
+                channel.put_part(self._rank, question, part)
+
+    def end(self, update: int, writable: bool) -> None:
+        """Ends an update that has asked a question. Drops what it has not used, unless it has used nothing.
+
+        writable  peers could write to the shards. Nobody but the trainer does, and not during an update; but a route
+                  may register memory so that peers could, and an optimizer step must not use what they have written
+
+        Raises Mismatch if shards that are `writable` are not what they were when their checksums were sent.
+        """
+        answered, self._answered = self._answered, []
+        self._known, self._used = self._used or self._known, {}
+        if writable and any(of.compute(selection) != part for of, selection, part in answered):
+            raise Mismatch(
+                f"the shards of trainer rank {self._rank} changed during update {update}, while peers could write to "
+                "them. Do not train on them: load a checkpoint, and look for processes on this network that are not "
+                "part of the job. If this rank itself writes to its weights during an update, prevent that"
+            )
+
+    def release(self) -> None:
+        """Drops the views that keep the shards' memory."""
+        self._known, self._used, self._answered = {}, {}, []
+
+    def _answer_all(self, channel: TrainerChannel, question: Question, own: Outcome[PartialChecksums]) -> None:
+        """Answers the engines with the sums of all trainer ranks' parts, or with the failure of one."""
+        engine_ranks = len(decode(question.message, ChecksAsk).regions)
+        try:
+            others = channel.collect_parts(question, PartialChecksums, self._size, self._timeout_s)
+            answers = [Outcome(sums) for sums in summed([part.result() for part in (own, *others)], engine_ranks)]
+        except Aborted:
+            raise
+        except Exception as error:
+            answers = [Outcome[Checksums](failure=Failure.of(error))] * engine_ranks
+        channel.put_answers(question, answers)
+
+    def _checksums(
+        self, ask: ChecksAsk, published: PublishedShards, shards: Callable[[], Sequence[torch.Tensor]]
+    ) -> SourceChecksums:
+        key = ask.regions, ask.names, published.identity
+        if key not in self._used:
+            if key not in self._known:
+                self._known[key] = self._compute(ask, published, shards())
+            self._used[key] = self._known[key]
+        return self._used[key]
+
+    def _compute(self, ask: ChecksAsk, published: PublishedShards, shards: Sequence[torch.Tensor]) -> SourceChecksums:
+        regions: dict[str, RegionSet] = {}
+        for rank, digest in enumerate(ask.regions):
+            if digest not in regions:
+                what = f"the regions of engine rank {rank}"
+                regions[digest] = self._session.get(digest, RegionSet, what, self._timeout_s)
+        source = published.source
+        if ask.names:
+            what = "the names that the engine's loader reads"
+            source = renamed(source, self._session.get(ask.names, tuple[str, ...], what, self._timeout_s))
+        return SourceChecksums(source, shards, self._rank, [regions[digest] for digest in ask.regions])

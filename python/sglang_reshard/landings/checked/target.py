@@ -1,21 +1,27 @@
-"""Computes checksums of one engine rank's live memory, and lists the regions that they cover."""
+"""An engine rank's side: computes checksums of its memory, requests the trainer's, and compares them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from sglang_reshard.errors import Mismatch
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
 from sglang_reshard.landings.checked.coefficients import tensor_coefficients
+from sglang_reshard.landings.checked.messages import CHANGED_UNDER_WAY, ChecksAsk, Checksums
 from sglang_reshard.landings.checked.regions import RegionKind, RegionSet, Selection, groups_of, num_groups
+from sglang_reshard.landings.checked.whole_model import with_kept
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.plan import TensorIndex
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Question, encode
+from sglang_reshard.protocol.session import Session
 from sglang_reshard.shown_names import some_names
 
 if TYPE_CHECKING:
+    from sglang_reshard.engine.context import UpdateContext
     from sglang_reshard.trace.program import Copy, Program
 
 
@@ -88,3 +94,44 @@ class TargetChecksums:
         among = self._tensors[np.isin(self._group, list(groups))]
         names = [self._names[number] for number in np.unique(among).tolist()]
         return some_names(names)
+
+
+class Checks:
+    """Compares the arrived weights with those of the trainer ranks, by checksums: what is converted, before it is."""
+
+    def __init__(self, program: Program, index: TensorIndex, session: Session, names: Sequence[str]) -> None:
+        """Publishes the regions. `names`: of the tensors in the digest; empty for the layout's own."""
+        self._checksums = TargetChecksums(index, program)
+        self._regions = session.put(self._checksums.regions)
+        self._names = session.put(tuple(names)) if names else ""
+        self.place, self.arrived = self._checksums.place, self._checksums.arrived
+
+    def connect(self, gather: Callable[[str, Any], list[Any]], kept: tuple[str, ...]) -> None:
+        """Exchanges the content hashes of the engine ranks' regions."""
+        self._of_ranks, self._kept = tuple(gather("regions", self._regions)), kept
+
+    def begin(self, update: UpdateContext) -> None:
+        if update.rank == 0:  # asks for all
+            update.channel.ask(self._question(update.request))
+        self._checksums.begin(_selection(update.request))
+
+    def compare(self, update: UpdateContext) -> str:
+        """See `Landing.check`. The digest is known on engine rank 0, and only if all weights were compared, in full."""
+        request = update.request
+        actual = self._checksums.compute(_selection(request))
+        question = self._question(request)
+        expected = update.channel.answer(question, Checksums, update.rank, request.timeout_s)
+        if len(differing := np.flatnonzero(actual != expected.values)):
+            raise Mismatch(
+                "the received weights differ from the trainer's: "
+                f"{self._checksums.tensor_names(differing.tolist())}. {CHANGED_UNDER_WAY}"
+            )
+        return with_kept(expected.model, self._kept) if update.rank == 0 and request.verify == "full" else ""
+
+    def _question(self, request: DistributedUpdateWeightsReq) -> Question:
+        return Question(encode(ChecksAsk(self._of_ranks, _selection(request), self._names)))
+
+
+def _selection(request: DistributedUpdateWeightsReq) -> Selection:
+    """Returns the elements that are compared: all, or a sample that differs from update to update."""
+    return Selection.full() if request.verify == "full" else Selection.sample(request.update)

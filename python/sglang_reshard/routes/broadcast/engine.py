@@ -79,7 +79,7 @@ class BroadcastEngineEnd(EngineEnd):
             timeout_s=reads.timeout_s,
         )
         # Named by the update, so that all ranks use the same name and none that an aborted update left behind.
-        store = session.store(self._side.engine, reads.timeout_s, meeting.scope)
+        store = session.store(self._side.request.engine, reads.timeout_s, meeting.scope)
         groups.connect(dist.PrefixStore(f"broadcast/{meeting.update}", store), address=session.local_address)
         byte = torch.zeros(1, dtype=torch.uint8, device=reads.device)
         for own in members:

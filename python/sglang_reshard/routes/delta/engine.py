@@ -6,9 +6,9 @@ import msgspec
 import torch
 
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, encode
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepare
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.routes.base import AroundEnd, Ask, EngineEnd, EngineSide, Meeting
+from sglang_reshard.routes.base import AroundEnd, EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.delta.incoming import Incoming, NixlReads, P2pReceives
 from sglang_reshard.routes.delta.offer import DeltaAsk, Sections, moves_less, offered_sections
 from sglang_reshard.routes.delta.target import DeltaTarget
@@ -36,13 +36,13 @@ class DeltaEngineEnd(AroundEnd):
         self._target: DeltaTarget | None = None  # made for the first offer
         self._offered: Sections = {}  # to this rank, in the last request
 
-    def ask(self, session: Session) -> Ask | None:
+    def ask(self, session: Session) -> Prepare | None:
         asked, wire = self.inner.ask(session), self._wire
         if asked is None or wire is None:
             return asked
         if isinstance(wire, NixlEngineEnd):  # p2p has published them
             put_send_requests(session, self._side, wire.round_bytes, as_kept=True, can_apply=self._can_apply)
-        return Ask("delta", DeltaAsk(asked.route, msgspec.Raw(encode(asked.message))))
+        return self._side.prepare("delta", DeltaAsk(asked.route, msgspec.Raw(asked.message)))
 
     def connect(self, meeting: Meeting) -> None:
         self.inner.connect(meeting)

@@ -79,8 +79,6 @@ class DiskEngineEnd(EngineEnd):
         plan = reads.read_plan
         link = self._cut()
         needed = {self._files.file_of[tensor] for tensor in link.tensor_of}
-        if not self._files.sums:  # whole files are compared, each by one rank
-            needed |= set(self._hashed())
         self.connections = self._opened = OpenFiles(self._files, needed)
         if reads.program.arrivals:
             reads.landing.place(targets_by_round({_SOURCE: link.link}, plan), (), ahead=BUCKETS - 1)
@@ -175,10 +173,6 @@ class DiskEngineEnd(EngineEnd):
         Raises Mismatch, naming the tensors.
         """
         self._compared = sums
-        if not self._files.sums:
-            for number in self._hashed():
-                self._opened.check_hash(number)
-            return
         verdict = self._verdict(dict(zip(self._regions, sums.tolist(), strict=True)))
         if verdict.wrong:
             raise self._differing(verdict.wrong)
@@ -216,10 +210,6 @@ class DiskEngineEnd(EngineEnd):
             total += int(batch.checksums(1, Selection.full())[0])
             begin += len(buffer)
         return total % (1 << 64)
-
-    def _hashed(self) -> range:
-        """Returns the numbers of the files that this rank compares whole, where tensors have no checksums."""
-        return range(self._reads.engine_rank, len(self._files.files), self._ranks)
 
     def _casts(self) -> bool:
         """Returns whether the live weights have other dtypes than the files."""

@@ -13,14 +13,12 @@ class DiskFile(msgspec.Struct, frozen=True):
     """One safetensors file.
 
     header_bytes, header  size of the length and the table of tensors at its beginning, and their SHA-256
-    sha256                of the whole file; empty where the checksums of its tensors are known
     """
 
     name: str
     nbytes: int
     header_bytes: int
     header: str
-    sha256: str = ""
 
 
 class DiskFiles(msgspec.Struct, frozen=True):
@@ -29,7 +27,7 @@ class DiskFiles(msgspec.Struct, frozen=True):
     folder   absolute path, the same on all hosts of the engine
     file_of  number of each tensor's file
     offsets  of each tensor's first byte in its file
-    sums     checksum of each whole tensor, see `landings.checked`; empty if the snapshot has none
+    sums     checksum of each whole tensor, see `landings.checked`
     """
 
     snapshot: str
@@ -37,7 +35,7 @@ class DiskFiles(msgspec.Struct, frozen=True):
     files: tuple[DiskFile, ...]
     file_of: tuple[int, ...]
     offsets: tuple[int, ...]
-    sums: tuple[int, ...] = ()
+    sums: tuple[int, ...]
 
 
 def put_files(session: Session, files: DiskFiles) -> None:

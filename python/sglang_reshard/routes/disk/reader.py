@@ -68,20 +68,6 @@ class OpenFiles:
         for run in runs:
             self.read(run)
 
-    def check_hash(self, number: int) -> None:
-        """Raises Mismatch unless the whole file has the SHA-256 that the snapshot lists."""
-        file, found = self._files.files[number], hashlib.sha256()
-        buffer = np.empty(min(file.nbytes, _PART), np.uint8)
-        for begin in range(0, file.nbytes, _PART):
-            part = buffer[: min(_PART, file.nbytes - begin)]
-            self.read(Run(number, begin, part))
-            found.update(part.data)
-        if found.hexdigest() != file.sha256:
-            raise Mismatch(
-                f"{self._where(number)} does not have the SHA-256 that the manifest of snapshot "
-                f"{self._files.snapshot} lists"
-            )
-
     def check_unchanged(self) -> None:
         """Raises Mismatch for a file that was written since it was opened."""
         for number, (opened, state) in self._opened.items():

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepare
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.routes.base import Ask, EngineEnd, EngineSide, Meeting
+from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.nixl.ask import NixlAsk, get_remote_shards, trainer_name
 from sglang_reshard.routes.nixl.reader import NixlReader
 from sglang_reshard.routes.nixl.streams import Stream, read_streams, trainer_streams
@@ -39,8 +39,8 @@ class NixlEngineEnd(EngineEnd):
         self.round_bytes = strategy.senders(side.engine_rank)
         self.streams: Mapping[int, Stream] = {}
 
-    def ask(self, session: Session) -> Ask | None:
-        return Ask("nixl", NixlAsk(self.links)) if self.links.any() else None
+    def ask(self, session: Session) -> Prepare | None:
+        return self.side.prepare("nixl", NixlAsk(self.links)) if self.links.any() else None
 
     def connect(self, meeting: Meeting) -> None:
         self.open(meeting)
@@ -55,7 +55,7 @@ class NixlEngineEnd(EngineEnd):
         self.connections = self.reader = NixlReader(self.side.engine_rank)
         tensors = len(self.side.reads.tensor_index.layout.tensors)
         found = {
-            t: get_remote_shards(meeting.session, self.side.engine, t, tensors, self.side.reads.timeout_s)
+            t: get_remote_shards(meeting.session, self.side.request.engine, t, tensors, self.side.reads.timeout_s)
             for t in self.round_bytes
         }
         self.reader.connect({trainer_name(t): shards for t, shards in found.items()})

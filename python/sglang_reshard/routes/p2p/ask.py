@@ -105,7 +105,7 @@ def put_send_requests(
             dtypes = kept_dtypes(reads.tensor_index.layout, reads.read_plan, side.live, trainer_rank)
         request = send_request(reads.read_plan, trainer_rank, dtypes, delta=can_apply)
         digest = side.read_plans[side.engine_rank]
-        session.put(request, _key(side.engine, side.engine_rank, digest, trainer_rank), hashed=False)
+        session.put(request, _key(side.request.engine, side.engine_rank, digest, trainer_rank), hashed=False)
 
 
 def get_send_requests(side: TrainerSide, links: Links) -> dict[int, SendRequest]:

@@ -17,9 +17,9 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepare
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.routes.base import Ask, EngineEnd, EngineSide, Meeting
+from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.ipc import DirectReads, mapped_reads, read_targets
 from sglang_reshard.routes.p2p.ask import Links, P2pAsk, put_send_requests
 from sglang_reshard.routes.p2p.groups import plan_p2p_groups
@@ -86,23 +86,24 @@ class P2pEngineEnd(EngineEnd):
         """Lets trainer ranks send in the dtypes of the kept weights. `can_apply`: see `SendRequest.delta`."""
         self._as_kept, self._can_apply = True, can_apply
 
-    def ask(self, session: Session) -> Ask | None:
+    def ask(self, session: Session) -> Prepare | None:
         if not self.links.any():
             return None
         put_send_requests(session, self._side, self.round_bytes, self._as_kept, self._can_apply)
-        return Ask("p2p", P2pAsk(self.links, backend_of(self._side.reads.device), self._groups))
+        return self._side.prepare("p2p", P2pAsk(self.links, backend_of(self._side.reads.device), self._groups))
 
     def connect(self, meeting: Meeting) -> None:
         side, reads = self._side, self._side.reads
         if self.round_bytes:
+            trainer_ranks = len(side.request.trainer_hosts)
             self.connections = self.communicators = Communicators(
                 self._groups,
-                peer_id=side.trainer_ranks + side.engine_rank,
-                trainer_ranks=side.trainer_ranks,
+                peer_id=trainer_ranks + side.engine_rank,
+                trainer_ranks=trainer_ranks,
                 device=reads.device,
                 timeout_s=reads.timeout_s,
             )
-            store = meeting.session.store(side.engine, reads.timeout_s, meeting.scope)
+            store = meeting.session.store(side.request.engine, reads.timeout_s, meeting.scope)
             of_transfer, address = dist.PrefixStore(f"p2p/{side.transfer}", store), meeting.session.local_address
             self.communicators.connect(of_transfer, list(self.round_bytes), address)
         self.prepare()

@@ -77,8 +77,8 @@ class RelayEngineEnd(AroundEnd):
         if not isinstance(inner, NixlEngineEnd) or side.reads.landing.holds_back:
             raise Mismatch("relay=True needs transport='nixl' and staged=False: engines read each other's live weights")
         super().__init__(inner)
-        self._nixl, self._reads, self._bucket_bytes = inner, side.reads, side.bucket_bytes
-        self._relay = Relay.of(side.options["relay"])
+        self._nixl, self._reads, self._bucket_bytes = inner, side.reads, side.request.bucket_bytes
+        self._relay = Relay.of(side.request.around["relay"])
         member = side.kept.get("relay") or RelayMember(side.engine_rank)
         side.kept["relay"] = self._member = cast(RelayMember, member)
         self._relays: Relays | None = None  # if all is read from the trainer
