@@ -60,8 +60,8 @@ def commands(document: str) -> Iterator[str]:
 def printed(document: str, script: str) -> str:
     """Returns the one command of a document that runs a script, for a shell at the root, by this Python."""
     (line,) = {command for command in commands(document) if script in command}
-    python = f"{sys.executable} -m torch.distributed.run"
-    return line.replace(".venv/bin/torchrun", python).replace(".venv/bin/python", sys.executable)
+    programs = {"python": sys.executable, "torchrun": f"{sys.executable} -m torch.distributed.run"}
+    return re.sub(r"\.venv/bin/(python|torchrun)", lambda found: programs[found[1]], line)
 
 
 def _is_command(line: str) -> bool:
