@@ -136,9 +136,10 @@ $(NEWEST_BRIDGE_STAMP): | $(STAMP)
 	  --target $(VENV)/megatron-bridge-newest megatron-bridge==$(NEWEST_BRIDGE) megatron-core==0.19.2
 	touch $@
 
-# The site of the documents, in an environment of its own, without torch: 42 MB to download. SITE_URL and REPO_URL are where it and
-# the repository are; the latter is git's origin, if that is on the web. mermaid draws the diagrams and comes from npm, so that
-# the site loads nothing from elsewhere; without npm, pages with diagrams load it from unpkg.com, and the build says so.
+# The site of the documents, in an environment of its own, without torch: 42 MB to download. SITE_URL and REPO_URL are
+# where it and the repository are; the latter is git's origin, if that is on the web. mermaid draws the diagrams and
+# comes from npm, so that the site loads nothing from elsewhere; without npm, pages with diagrams load it from
+# unpkg.com, and the build says so.
 MKDOCS := mkdocs==1.6.1 mkdocs-material==9.8.2 mkdocs-material-extensions==1.3.1 mkdocs-get-deps==0.2.2 \
   mkdocstrings==1.0.8 mkdocstrings-python==2.0.11 mkdocs-autorefs==1.4.5 griffelib==2.4.1 ruff==0.17.5 \
   babel==2.19.0 backrefs==8.3.1 certifi==2026.10.19.post1 charset-normalizer==3.5.3 click==8.5.1 colorama==0.4.6 \
