@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.sources import FusedSlice, FusedTensor, blocks, describe
+from sglang_reshard.sources import FusedSlice, FusedTensor, blocks, describe, memory_identity
 from sglang_reshard.sources.memory_identity import MemoryIdentity
 from sglang_reshard.trainer.publisher import ShardPublisher
 
@@ -223,3 +223,12 @@ def test_a_module_of_dtensors_can_be_moved():
     assert known.unchanged(list(model.state_dict().items()))
     model.double()
     assert not known.unchanged(list(model.named_parameters()))
+
+
+def test_a_storage_of_another_size_is_changed(monkeypatch):
+    """One that was resized to less, and back to more, may be where it was; its tensors may not fit any more."""
+    given = [("w", torch.ones(4))]
+    known = MemoryIdentity.of(given, describe(given, trainer_rank=0, global_ranks=(0,)).inputs)
+    assert known.unchanged(given)
+    monkeypatch.setattr(memory_identity, "_nbytes", lambda storage: 12)
+    assert not known.unchanged(given)
