@@ -45,7 +45,7 @@ def planned(folder: str) -> tuple[Any, ...] | str:
     """Returns the copies and targets that `plan` finds, or why it refuses."""
     request = request_of(folder)
     index = TensorIndex.of(layout_of(specs_of(Path(folder)), request.source))
-    found = model_rank(request, index, 1, RANK)
+    found = model_rank(request, index, RANK)
     if isinstance(found, Refusal):
         return f"{found.phase}: {found.reason}"
     return _facts(found.program)
