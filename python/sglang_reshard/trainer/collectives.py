@@ -69,9 +69,16 @@ def on_first_rank(call: Callable[[], Any], group: dist.ProcessGroup) -> Any:
     The result is decoded from msgpack on all ranks alike: tuples and tensors become lists. Collective over a CPU group.
     """
     require_cpu_backend(group)
-    with gathering(object, group) as told:
-        told.own = call() if dist.get_rank(group) == 0 else None
-    return told.of_all[0]
+    outcome = cause = None
+    if dist.get_rank(group) == 0:
+        try:
+            outcome = Outcome(call())
+        except Exception as error:
+            cause, outcome = error, Outcome(None, Failure.of(error))
+    outcome = broadcast_message(outcome, Outcome[Any], group)  # generated tokens may be many: no rank gathers them
+    if outcome.failure is not None:
+        raise outcome.failure.error() from cause
+    return outcome.value
 
 
 def first_rank_address(group: dist.ProcessGroup) -> str:

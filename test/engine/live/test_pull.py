@@ -79,7 +79,7 @@ class Client(threading.Thread):
 
 
 def pull(source: RemoteEngine, target: RemoteEngine) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sglang_reshard.cli.main", "pull", "--from", source.url, "--to", target.url]
+    command = [sys.executable, "-m", "sglang_reshard", "pull", "--from", source.url, "--to", target.url]
     prefix = "SGLANG_RESHARD"
     keys = {f"{prefix}_FROM_ADMIN_API_KEY": source.admin_api_key, f"{prefix}_ADMIN_API_KEY": target.admin_api_key}
     return subprocess.run(command, env=os.environ | keys, capture_output=True, text=True, timeout=120)
