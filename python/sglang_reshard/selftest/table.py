@@ -38,12 +38,12 @@ def print_result(console: Console, rows: Sequence[Row], told: Sequence[str]) -> 
     for name, of_run in groupby(rows, lambda row: row.run):
         table = Table(title=name)
         for column, justify in (("", "left"), ("route", "left"), ("MB", "right"), ("ms", "right"),
-                                ("times the limit", "right"), ("SGLang's own", "right"), ("", "left")):  # fmt: skip
+                                ("times the limit", "right"), ("than stock", "right"), ("", "left")):  # fmt: skip
             table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
         for row in of_run:
             table.add_row(row.step, row.route, _figure(row.nbytes / 1e6), _figure(row.seconds * 1e3),
                           _figure(row.seconds / row.limit if row.limit else 0),
-                          f"{_figure(row.stock / row.seconds)} faster" if row.stock and row.seconds else "",
+                          _faster(row.stock / row.seconds) if row.stock and row.seconds else "",
                           " ".join(filter(None, (_RIGHT[row.right], row.why))))  # fmt: skip
         console.print(table)
     for line in told:
@@ -55,6 +55,10 @@ def print_result(console: Console, rows: Sequence[Row], told: Sequence[str]) -> 
     else:
         verdict = f"[green]all {judged} steps are right[/]" if judged else "[bold red]no step was judged[/]"
     console.print(verdict, highlight=False)
+
+
+def _faster(times: float) -> str:
+    return f"{_figure(times)} faster" if times >= 1 else f"{_figure(1 / times)} slower"
 
 
 def advice(host: Host, rows: Sequence[Row]) -> list[str]:
