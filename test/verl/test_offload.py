@@ -74,7 +74,9 @@ def megatron(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> Any:
     tasks = [
         SimpleNamespace(
             global_param_name=name,
-            mapping=SimpleNamespace(megatron_to_hf=lambda shard, module, name=name: {f"hf.{name}": shard}),
+            mapping=SimpleNamespace(
+                megatron_to_hf=lambda shard, module, name=name: {f"hf.{name}": shard}, hf_param=f"hf.{name}"
+            ),
             param_weight=parameter,
             megatron_module=torch.nn.Module(),
         )
