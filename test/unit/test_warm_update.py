@@ -112,5 +112,6 @@ def test_a_warm_update_runs_no_python_for_each_tensor(transport):
     few, many = (run_world(1, 1, train_layers, serve_layers, layers, transport) for layers in (20, 200))
     for side, of_few, of_many in zip(("trainer", "engine"), few, many, strict=True):
         (calls,), (more,) = of_few, of_many
-        grown = {file: (calls.get(file, 0), n) for file, n in more.items() if n > calls.get(file, 0) + 40}
+        # One call for each tensor would be 360 more. On a loaded host, waits look several times.
+        grown = {file: (calls.get(file, 0), n) for file, n in more.items() if n > calls.get(file, 0) + 180}
         assert not grown, f"{side}: calls in a file, with 40 tensors and with 400"
