@@ -48,21 +48,28 @@ class Uses(NamedTuple):
         return bool(names & self.fills or (names & self.loads and any(map(_WRITES.fullmatch, self.loads))))
 
 
+class _Function(NamedTuple):
+    """`names`: see `_names_in`. They are kept with the code, as a dictionary would hash all of it for each look."""
+
+    code: types.CodeType
+    names: frozenset[str]
+
+
 def methods_of(kind: type, name: str) -> dict[str, Uses]:
     """Returns the methods of a class whose code has this name, but for those that run once."""
-    return {of: uses_of(code) for of, code in _methods_of(kind).items() if name in _names_in(code)}
+    return {of: uses_of(code) for of, (code, names) in _methods_of(kind).items() if name in names}
 
 
 @functools.cache
-def _methods_of(kind: type) -> dict[str, types.CodeType]:
-    found: dict[str, types.CodeType] = {}
+def _methods_of(kind: type) -> dict[str, _Function]:
+    found: dict[str, _Function] = {}
     for base in kind.__mro__:
         if base in _BASES or base.__module__ == "builtins":
             continue
         for name, value in vars(base).items():
             code = _code(value)
             if code is not None and name not in found and not name.startswith(ONCE):
-                found[name] = code
+                found[name] = _Function(code, _names_in(code))
     return found
 
 
@@ -74,8 +81,8 @@ def loaders_of(kind: type) -> list[Uses]:
 
 
 @functools.cache
-def _codes_of(python_module: types.ModuleType) -> tuple[types.CodeType, ...]:
-    """Returns the code of a Python module's functions, and of the methods of its classes."""
+def _functions_of(python_module: types.ModuleType) -> tuple[_Function, ...]:
+    """Returns a Python module's functions, and the methods of its classes."""
     found: list[types.CodeType] = []
     for name, value in list(vars(python_module).items()):
         if getattr(value, "__module__", "") != python_module.__name__:
@@ -83,12 +90,12 @@ def _codes_of(python_module: types.ModuleType) -> tuple[types.CodeType, ...]:
         functions = list(vars(value).items()) if isinstance(value, type) else [(name, value)]
         codes = [_code(function) for of, function in functions if not of.startswith((*ONCE, *SETUP))]
         found += filter(None, codes)
-    return tuple(found)
+    return tuple(_Function(code, _names_in(code)) for code in found)
 
 
 def functions_of(python_module: types.ModuleType, name: str) -> Iterator[Uses]:
     """Yields the functions of a Python module, and the methods of its classes, whose code has this name."""
-    return (uses_of(code) for code in _codes_of(python_module) if name in _names_in(code))
+    return (uses_of(code) for code, names in _functions_of(python_module) if name in names)
 
 
 def functions_of_package(package: str, name: str) -> Iterator[Uses]:
@@ -122,12 +129,11 @@ def names_reached(uses: Uses) -> frozenset[str]:
 def _functions_by_name(file: str) -> dict[str, list[types.CodeType]]:
     found: dict[str, list[types.CodeType]] = {}
     for python_module in [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == file]:
-        for code in _codes_of(python_module):
+        for code, _ in _functions_of(python_module):
             found.setdefault(code.co_name, []).append(code)
     return found
 
 
-@functools.cache
 def _names_in(code: types.CodeType) -> frozenset[str]:
     """Returns all names that its `Uses` may have. They are read much faster than its instructions."""
     found = {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}
