@@ -53,13 +53,14 @@ def selftest_of_verl(minutes: float) -> int:
     host, deadline = Host.here(), time.monotonic() + minutes * 60
 
     def take(rows: list[Row], logs: Path, shown: Console) -> None:
+        tell = partial(shown.print, highlight=False, soft_wrap=True)
+
         def seen(row: Row) -> None:
             rows.append(row)
-            shown.print(f"{row.run}, {row.step}: {row.why or 'right'}", highlight=False, soft_wrap=True)
+            tell(f"{row.run}, {row.step}: {row.why or 'right'}")
 
         # A short name: Ray puts sockets there, whose paths may not be long.
         with tempfile.TemporaryDirectory(prefix="verl-", ignore_cleanup_errors=True) as folder:
-            tell = partial(shown.print, highlight=False, soft_wrap=True)
             verl_steps.take(host, Path(folder), logs / "verl.log", deadline, seen, tell)
 
     return _judged(host, take)

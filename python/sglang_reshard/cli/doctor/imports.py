@@ -89,16 +89,19 @@ def check_imports(side: Side) -> list[Finding]:
         return ok(name, f"all {len(modules_of(side))} modules can be imported")
     first = failures[0]
     says = f"{first.module} needs {first.missing}, which is not installed" if first.missing else first.error
-    missing = (
-        "verl" if side == "verl" and first.missing == "sglang" else first.missing
-    )  # which brings the one that fits
-    return fail(name, says, cure(missing, first.error))
+    return fail(name, says, cure(first.missing, first.error, side))
 
 
-def cure(missing: str, error: str) -> str:
+def install(package: str, side: Side) -> str:
+    """Returns how to install a package. verl brings the SGLang that fits: each alone has what the other excludes."""
+    package = "verl" if side == "verl" and package == "sglang" else package
+    return _INSTALL.get(package, f"pip install {package}")
+
+
+def cure(missing: str, error: str, side: Side = "trainer") -> str:
     """Returns what to do about an import that failed."""
     if missing:
-        return _INSTALL.get(missing, f"pip install {missing}")
+        return install(missing, side)
     if error.startswith(("ImportError: torch ", "Unsupported: ")):
         return "install the version that it names"
     return "install the versions that this package requires: pip install --upgrade sglang-reshard"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_reshard.cli.doctor.finding import Finding, fail, ok, warning
-from sglang_reshard.cli.doctor.imports import Side, cure
+from sglang_reshard.cli.doctor.imports import Side, install
 from sglang_reshard.cli.doctor.installed import wanted
 from sglang_reshard.cli.versions import installed_version
 
@@ -18,8 +18,7 @@ def check_supported(side: Side) -> list[Finding]:
     found: list[Finding] = []
     for name in _NEEDED["verl"]:
         told, asked = installed_version(name), wanted("sglang-reshard", name)
-        # verl and SGLang are installed together: each alone brings versions that the other excludes.
-        advice = cure("verl", "") if side == "verl" and name != "torch" else f"pip install '{asked or name}'"
+        advice = install(name, side) if side == "verl" and name != "torch" else f"pip install '{asked or name}'"
         if told is None and name in _NEEDED[side]:
             found += fail(name, "not installed", advice)
         elif told is None:

@@ -79,9 +79,9 @@ def make_plan(request: PlanRequest, console: Console) -> Forecast:
             if "forecast" in report:
                 seconds = {step.description: round(step.elapsed or 0.0, 3) for step in progress.tasks}
                 return msgspec.convert(report["forecast"] | {"seconds_by_step": seconds}, Forecast)
-            if "step" in report and not console.is_terminal:
-                console.print(f"{report['step']} ...")
             if "step" in report:
+                if not console.is_terminal:
+                    console.print(f"{report['step']} ...")
                 if task is not None:
                     progress.update(task, completed=progress.tasks[task].total)
                     progress.stop_task(task)
