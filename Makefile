@@ -247,7 +247,7 @@ test-verl: setup
 # chooses a part. It builds the site of the documents, too.
 test-all: setup setup-bridge setup-torchrl setup-vllm setup-diffusion docs
 	SGLANG_RESHARD_SWEEP=1 $(if $(PYTEST_ARGS),,SGLANG_RESHARD_SUMMARY=benchmark/results/test-all.json) \
-	  $(BIN)/python -m pytest $(PYTEST_ARGS)
+	  $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 	$(if $(PYTEST_ARGS),,$(BIN)/python -m benchmark.pages test-all)
 
 # Ranks killed, stopped, short of memory and lied to, in every phase of an update: half an hour on 2 cores. It prints
