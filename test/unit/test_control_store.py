@@ -189,6 +189,8 @@ def test_who_goes_was_not_there(table):
     table.store.disconnected(table.client("a"))
     gather(table, "c", 2, size=3)
     assert sorted(later(table, 10.0)) == [("b", protocol.TimedOut(1, (0,))), ("c", protocol.TimedOut(1, (0,)))]
+    gather(table, "a", 0, size=3)
+    assert table.quota.stored_bytes == 0
 
 
 def test_an_abort_ends_what_waits_in_the_scope_and_nothing_else(table):
@@ -234,10 +236,13 @@ def test_the_end_of_a_scope_is_the_end_of_those_in_it_and_not_the_other_way_roun
 def test_a_scopes_keys_are_deleted_with_it_and_no_others(table):
     ask(table, "a", "enter", "s/1", "a", "")
     ask(table, "a", "set", {"s/1": b"", "s/1/x": b"1", "s/1/0/y": b"2", "s/10/x": b"3"})
+    gather(table, "a", 0, scope="s/1")
+    later(table, 10.0)
     ask(table, "a", "delete_scope", "s/1")
     assert ask(table, "a", "exists", ("s/1", "s/1/x", "s/1/0/y", "s/10/x")) == [
         ("a", protocol.Result(1, [True, False, False, True]))
     ]
+    assert table.quota.names == 2, "nor is the late all-gather kept"
 
 
 def test_nobody_waits_in_a_scope_that_is_gone(table):
@@ -265,6 +270,7 @@ def test_a_scope_that_all_left_is_not_kept(table):
 def test_the_end_leaves_nothing_and_answers_only_who_asked_for_it(table):
     ask(table, "a", "set", {"x": b"1"})
     ask(table, "a", "enter", "s", "rank a", "")
+    ask(table, "a", "end_scope", "t/1")
     get(table, "a", "y")
     get(table, "b", "y")
     gather(table, "a", 0, size=3)
@@ -286,6 +292,7 @@ def test_the_budget_is_kept_and_given_back(table):
     ]
     for ((member, refused),) in refusals:
         assert (member, "its limit is 1000000 bytes" in refused.message) == ("b", True)
+    assert get(table, "b", "list") == [("b", protocol.Result(1, [b"0"]))], "the next is list/0"
     assert ask(table, "b", "num_keys") == [("b", protocol.Result(1, 2))]  # x, and an empty list's count
     ask(table, "a", "set", {"x": b""})
     assert ask(table, "b", "set", {"y": bytes(100_000)}) == done("b")
