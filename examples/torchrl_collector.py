@@ -75,7 +75,7 @@ class ReshardWeightSyncScheme(WeightSyncScheme):
         self.model_id, self.model = model_id, model
         sender = ModuleSender()
         self.metadata = sender.metadata
-        self.shared_transport = SenderTransport(sender, model, num_workers)
+        self.shared_transport: Any = SenderTransport(sender, model, num_workers)
 
     def _init_on_receiver_impl(self, *, model_id: str, context: Any, worker_idx: int | None = None) -> None:
         self.model_id, self.context, self.worker_idx = model_id, context, worker_idx

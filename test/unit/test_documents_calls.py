@@ -1,33 +1,23 @@
-"""What the documents and examples call exists as they call it: options of commands, and arguments of Python calls."""
+"""Commands of the documents and examples have the options that they give."""
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import dataclasses
-import inspect
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-import sglang_reshard
-from sglang_reshard import SenderOptions, UpdateOptions, VerlEngine
 from sglang_reshard.cli.main import app
-from sglang_reshard.extras.snapshots.of_sender import SnapshotOptions
 from support.documents import DOCUMENTS, ROOT, blocks, commands
 
 OURS = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?sglang-reshard ")
 SCRIPTS = sorted(
     str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".sh")
 )
-PROGRAMS = [name for name in SCRIPTS if name.endswith(".py")]
-OPTIONS = SenderOptions, UpdateOptions, SnapshotOptions
-CLASSES = {name: kind for name in sglang_reshard.__all__ if inspect.isclass(kind := getattr(sglang_reshard, name))}
 
 
 def command_lines() -> list[str]:
@@ -84,77 +74,6 @@ def lines_of(bodies: list[str]) -> Iterator[str]:
 def test_a_wrong_command_line_is_noticed(line: str) -> None:
     with pytest.raises((Exception, SystemExit)):
         parse(shlex.split(line))
-
-
-@pytest.mark.parametrize("document", [*DOCUMENTS, *PROGRAMS])
-def test_python_calls_have_arguments_that_exist(document: str) -> None:
-    bodies = [(ROOT / document).read_text()] if document in PROGRAMS else blocks(document, "python")
-    assert [wrong for body in bodies for wrong in wrong_calls(body)] == []
-
-
-def test_wrong_arguments_are_noticed() -> None:
-    body = """
-from sglang_reshard import WeightSender, VerlEngine
-sender = WeightSender(url, transprot="p2p")
-sender.update(model, stagd=True)
-sender.update(model, staged=True, weight_version="7")
-sender.send(model)
-VerlEngine(device_mesh_cpu=mesh, model_path="m", transports="p2p")
-"""
-    wrong = [wrong.partition(":")[0] for wrong in wrong_calls(body)]
-    assert wrong == ["WeightSender", "sender.update", "sender.send", "VerlEngine"]
-
-
-def wrong_calls(body: str) -> Iterator[str]:
-    """Yields calls of this package whose keyword arguments no function takes that may be meant."""
-    tree = ast.parse(body)
-    names: dict[str, Any] = dict(CLASSES)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang_reshard"):
-            exec(compile(ast.Module([node], []), "a block", "exec"), names)
-    made = {
-        target.id: names[node.value.func.id]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
-        for target in node.targets
-        if isinstance(target, ast.Name) and inspect.isclass(names.get(node.value.func.id))
-    }
-    calls = sorted((n for n in ast.walk(tree) if isinstance(n, ast.Call)), key=lambda n: (n.lineno, n.col_offset))
-    for call in calls:
-        meant = list(functions(call.func, names, made))
-        given = {keyword.arg for keyword in call.keywords if keyword.arg}
-        if meant and not any(takes(function, given) for function in meant):
-            yield f"{ast.unparse(call.func)}: {sorted(given)} in {ast.unparse(call)}"
-
-
-def functions(called: ast.expr, names: Mapping[str, Any], made: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the functions that a call may mean; None for a method that a class does not have."""
-    match called:
-        case ast.Name(name) if getattr(names.get(name), "__module__", "").startswith("sglang_reshard"):
-            yield names[name]
-        case ast.Attribute(ast.Name(owner), method) if owner in {**made, **CLASSES}:
-            yield getattr(made.get(owner) or CLASSES[owner], method, None)
-        case ast.Attribute(
-            ast.Name("sender" | "engine" | "receiver" | "stream" | "snapshots" | "server" | "policy"), method
-        ):
-            yield from (f for kind in CLASSES.values() if callable(f := getattr(kind, method, None)))  # made elsewhere
-
-
-def takes(function: Any, given: set[str]) -> bool:
-    """Returns whether the function has parameters, or options by name, of all these names."""
-    if function is None:
-        return False
-    parameters = inspect.signature(function).parameters.values()
-    rest = given - {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
-    others = {p.name for p in parameters if p.kind is p.VAR_KEYWORD}
-    if not rest or not others:
-        return not rest
-    if function is VerlEngine:
-        with contextlib.suppress(TypeError):  # one that is nearly an option
-            return bool(SenderOptions.split(dict.fromkeys(rest)))
-        return False
-    options = {field.name for kind in OPTIONS for field in dataclasses.fields(kind)}
-    return rest <= options or not others & {"given", "options"}  # or it hands them on to SGLang
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

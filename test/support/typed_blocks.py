@@ -1,0 +1,68 @@
+"""The Python blocks of documents as modules that mypy checks, with the names that the text around them assumes.
+
+A block keeps its line numbers: mypy's messages name the document and the line in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from support.documents import ROOT, text
+
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+_GENERATED = re.compile(r"^<!-- (\w+): begin -->$.*?^<!-- \1: end -->$", re.M | re.S)
+_ELLIPSIS = re.compile(r"(?<![\w\"'.])\.\.\.(?![\w\"'.])")  # what the reader fills in
+# A block needs no annotations, and does not ask whether there is what its text says there is.
+_SETTINGS = """
+# mypy: allow-untyped-defs, check-untyped-defs, no-strict-optional
+# mypy: disable-error-code="var-annotated,list-item,has-type"
+"""
+
+
+def typed_blocks(document: str) -> Iterator[tuple[int, str]]:
+    """Yields each block that a person has written, and the line of the document at which it begins."""
+    whole = _GENERATED.sub(lambda found: "\n" * found[0].count("\n"), text(document))
+    for found in _BLOCK.finditer(whole):
+        yield whole[: found.start(1)].count("\n") + 1, found[1]
+
+
+def names_used(body: str) -> set[str]:
+    """Returns the names that a block uses and does not define."""
+    nodes = list(ast.walk(ast.parse(body)))
+    names = {(node.id, isinstance(node.ctx, ast.Load)) for node in nodes if isinstance(node, ast.Name)}
+    defined = {name for name, loaded in names if not loaded} | {n.arg for n in nodes if isinstance(n, ast.arg)}
+    defined |= {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            defined |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    return {name for name, loaded in names if loaded} - defined - set(dir(builtins)) - {"__name__"}
+
+
+def complaints(
+    blocks: Sequence[tuple[str, int, str]], assumed: str, elsewhere: Mapping[tuple[str, str], str], folder: Path
+) -> list[str]:
+    """Returns what mypy, run once, says of blocks (document, line, body). Programs begin in line 1 and assume nothing.
+
+    assumed    a module that declares the names that blocks use
+    elsewhere  (document, name) -> the name in that module which has this document's type
+    """
+    (folder / "assumed.py").write_text(assumed)
+    for number, (document, line, body) in enumerate(blocks):
+        before = [""] * (line - 1)
+        body = _ELLIPSIS.sub("given", body) if before else body
+        if before and (used := sorted(names_used(body))):
+            named = ", ".join(f"{elsewhere.get((document, name), name)} as {name}" for name in used)
+            before[0] = f"from assumed import {named}"
+        (folder / f"block_{number}.py").write_text("\n".join([*before, body, _SETTINGS]))
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context", *map(str, folder.iterdir())]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    assert ran.returncode in (0, 1), ran.stdout + ran.stderr
+    return [
+        re.sub(r"^.*/block_(\d+)\.py", lambda found: blocks[int(found[1])][0], line) for line in ran.stdout.splitlines()
+    ]

@@ -1,0 +1,120 @@
+"""mypy checks every Python block of the documents, and every example, against the package's own types, in one run."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from support.documents import DOCUMENTS, EXAMPLES, text
+from support.typed_blocks import complaints, typed_blocks
+
+# What the text around a block assumes. `given` stands for an ellipsis, which the reader replaces.
+ASSUMED = """
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import rich as rich
+import torch
+import torch.distributed as dist
+from sglang_reshard import (
+    ModuleReceiver, ModuleSender, MultiEngineSender, ParameterStream, Probe, RemoteEngine, ReshardPlan, SenderOptions,
+    SnapshotFollower, Snapshots, UpdateOptions, VerlEngine, WeightSender, first_not_finite, reshard,
+)
+from sglang_reshard.extras.diffusion.receiver import TransformerReceiver
+from sglang_reshard.extras.vllm.engine import send_to
+from sglang_reshard.layout.regions import Box
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.sources import (
+    ExplicitSharding, FlatBuffer, FlatMember, FusedSlice, FusedTensor, ShardMap, adapter_config,
+    adapter_tensors, base_tensors, megatron_adapter_config, megatron_adapter_tensors,
+)
+
+given: Any
+key: str
+other_key: str
+url: str
+metadata: str
+rank: int
+ranks: int
+steps: int
+collecting: bool
+group: dist.ProcessGroup
+mesh: dist.device_mesh.DeviceMesh
+model: torch.nn.Module
+policy: torch.nn.Module
+actor: torch.nn.Module
+generation: torch.nn.Module
+reference: torch.nn.Module
+language_model: torch.nn.Module
+gemma4: torch.nn.Module
+experts: torch.nn.Module
+stage: torch.nn.Module
+tensor: torch.Tensor
+local_tensor: torch.Tensor
+piece: torch.Tensor
+target: Sequence[tuple[str, torch.Tensor]]
+draft: Sequence[tuple[str, torch.Tensor]]
+parameters: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
+prompts: list[list[int]]
+sender: WeightSender
+adapter: WeightSender
+engine: RemoteEngine
+server: RemoteEngine
+prefill: RemoteEngine
+decode: RemoteEngine
+verl_engine: VerlEngine
+receiver: ModuleReceiver
+reload: ReshardPlan
+probe: Probe
+shared: Sequence[Any]
+request: DistributedUpdateWeightsReq
+to_checkpoint_name: Callable[[str], str]
+build_model: Callable[[], torch.nn.Module]
+train: Callable[[torch.nn.Module], object]
+train_step: Callable[[torch.nn.Module], object]
+train_one_step: Callable[[], object]
+train_next_step: Callable[[], object]
+start_collectors: Callable[[str], object]
+start_receivers: Callable[[str], object]
+# Of other projects, which have no types.
+rollout: Any
+score: Any
+batch: Any
+listing: Any
+tokenizer: Any
+trainer: Any
+peft_model: Any
+models: Any
+llm: Any
+pipeline: Any
+trainer_ranks: Any
+"""
+ELSEWHERE = {
+    ("docs/usage/running-requests.md", "engine"): "verl_engine",
+    ("docs/usage/lora.md", "model"): "peft_model",
+    ("docs/reference/api.md", "policy"): "adapter",
+}
+
+
+def test_a_wrong_block_is_noticed_and_neither_documents_nor_examples_have_one(tmp_path: Path) -> None:
+    written = [(document, line, body) for document in DOCUMENTS for line, body in typed_blocks(document)]
+    written += [(example, 1, text(example)) for example in EXAMPLES]
+    wrong = "sender.update(model, stagd=True)\nsender.send(model)\nsender.update(model).transprot\nWeightSendr(url)\n"
+    found = complaints([*written, ("wrong.md", 3, wrong)], ASSUMED, ELSEWHERE, tmp_path)
+    assert [line for line in found if not line.startswith("wrong.md:")] == []
+    says = {line.split(":")[1]: line for line in found if ": error: " in line}
+    told = {"1": "WeightSendr", "3": "stagd", "4": "send", "5": "transprot"}
+    assert says.keys() == told.keys()
+    assert all(f'"{name}"' in says[line] for line, name in told.items())
+
+
+@pytest.mark.parametrize("document", [*EXAMPLES, *(d for d in DOCUMENTS if any(typed_blocks(d)))])
+def test_what_is_imported_of_the_package_exists(document: str) -> None:
+    """For mypy `sglang_reshard` has any name, as names are looked up when they are asked for."""
+    bodies = [text(document)] if document in EXAMPLES else [body for _, body in typed_blocks(document)]
+    for node in (node for body in bodies for node in ast.walk(ast.parse(body))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang_reshard"):
+            exec(compile(ast.Module([node], []), document, "exec"), {})
