@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,16 @@ LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras_per_batch": 2, "lora
 
 def live_engine(mesh: DeviceMesh, model: Path, *, loaders: Sequence[str] = (LOADER,), **options: Any) -> VerlEngine:
     """Starts an engine of SGLang's for all ranks of the mesh. `options` are VerlEngine's and SGLang's."""
-    tp, stages = options.pop("tp_size", 1), options.get("pp_size", 1)
-    replicas = 1 if "enable_dp_attention" in options else options.get("dp_size", 1)
-    cpu_host.activate(tp, replicas * stages)  # before SGLang's first import
+    _activate(options)
+    tp = options.pop("tp_size", 1)
     given = {"timeout_s": 180, "custom_weight_loader": list(loaders), "log_level": "warning", **options}
     return VerlEngine(mesh, tp_size=tp, model_path=str(model), **cpu_host.engine_arguments(**given))
+
+
+def _activate(options: Mapping[str, Any]) -> None:
+    """Must be called before SGLang's first import. `options` are SGLang's."""
+    replicas = 1 if "enable_dp_attention" in options else options.get("dp_size", 1)
+    cpu_host.activate(options.get("tp_size", 1), replicas * options.get("pp_size", 1))
 
 
 def greedy(engine: Any, prompts: Sequence[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS, **more: Any) -> Any:
@@ -44,7 +49,7 @@ def live_digests(engine: VerlEngine, folder: Path, loader: str = LOADER) -> Any:
 @contextmanager
 def stock_engine(model: Path, *, loaders: Sequence[str] = (LOADER,), **options: Any) -> Iterator[Any]:
     """Starts an engine as SGLang itself does, with the package's plugin, or without it as the environment says."""
-    cpu_host.activate(options.get("tp_size", 1))  # before SGLang's first import
+    _activate(options)
     from sglang.srt.entrypoints.engine import Engine
 
     from sglang_reshard.patches.engine import end

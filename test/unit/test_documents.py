@@ -185,6 +185,7 @@ def test_the_figures_of_deepseek_v3_are_those_of_its_plan():
     plan = json.loads((ROOT / "benchmark/results/plan-deepseek-v3.json").read_text())
     section = " ".join(text("docs/usage/planning.md").partition("## DeepSeek-V3")[2].split())
     engine, trainer, gather = plan["engine_ranks"], plan["trainer_ranks"], plan["gather"]
+    importing, building, choosing, cutting = plan["seconds_by_step"].values()
     for figure in (
         f"{plan['tensors']:,} tensors, {plan['model_bytes'] / 1e9:.1f} GB in {plan['layout_pieces'] / 1e6:.1f} million",
         f"`{plan['transport']}`, in {plan['messages']:,} messages",
@@ -195,6 +196,9 @@ def test_the_figures_of_deepseek_v3_are_those_of_its_plan():
         f"nothing | {gather['trainer_received_bytes'] / 1e9:.1f} GB",
         f"engine rank | {max(r['extra_bytes'] for r in engine) / 1e6:.0f} MB | {gather['extra_bytes'] / 1e9:.2f} GB",
         f"trainer rank | {max(r['extra_bytes'] for r in trainer) / 1e6:.0f} MB",
+        f"takes {importing + building + choosing + cutting:.0f} s on 2 quiet cores: {importing:.0f} s to import SGLang",
+        f"{building:.0f} s to build",
+        f"{choosing:.0f} s to choose and {cutting:.0f} s to cut",
     ):
         assert figure in section, figure
 
