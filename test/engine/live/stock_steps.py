@@ -77,9 +77,13 @@ class Steps:
     def tokens(self) -> list[Any]:
         sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
         output = self.engine.generate(input_ids=PROMPT, sampling_params=sampling)
-        # 0.5.12 ends if it is to flush the cache before its loop has taken a finished request off: once more around it.
-        self.engine.loop.run_until_complete(self.manager.get_internal_state())
+        self.go_around()
         return [output["output_ids"], output["meta_info"].get("weight_version")]
+
+    def go_around(self) -> None:
+        """Lets the scheduler's loop take a finished request off. If it is to flush the cache before, 0.5.12 ends, and
+        0.5.23 refuses."""
+        self.engine.loop.run_until_complete(self.manager.get_internal_state())
 
     def ask(self, method: str, request: Any) -> Any:
         """What a method of the tokenizer manager answers, which the HTTP endpoints call."""
@@ -254,6 +258,7 @@ def _in_pauses(steps: Steps, one: Path, first: dict[str, torch.Tensor], second: 
                 steps.take(f"{mode}: {name}, ends", steps.engine.end_weight_update, look=False)
         ended = lambda flight=flight, mode=mode: _ended(flight.go_on(), mode)  # noqa: E731
         steps.take(f"{mode}: continued", ended, look=False)
+        steps.go_around()
         steps.take(f"{mode}: cache flushed", steps.engine.flush_cache)
 
 
