@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 import time
@@ -72,9 +73,10 @@ class VirtualProcess:
         VirtualKernel(self.memory, self.library, self.cuda, self.journal).install()
         VirtualTorchIpc(self.memory, self.library, self.cuda, self.place.allocator, self.journal).install()
         driver = CudaDriver(self.library)
-        _replace_everywhere("cuda_driver", lambda: driver)
-        _replace_everywhere("RECORDED_WORKS", deque(maxlen=RECORDER_ENTRIES))
-        _replace_everywhere("host_identity", lambda: self.place.host)
+        _replace_everywhere("sglang_reshard.gpu.driver", "cuda_driver", lambda: driver)
+        recorded = deque[object](maxlen=RECORDER_ENTRIES)
+        _replace_everywhere("sglang_reshard.routes.wire.recorded_works", "RECORDED_WORKS", recorded)
+        _replace_everywhere("sglang_reshard.memory.mapping", "host_identity", lambda: self.place.host)
         use(VirtualRuntime(self.gpus))
         self._watch_the_engine()
         return self
@@ -158,7 +160,9 @@ def _before(owner: Any, name: str, check: Callable[..., None]) -> None:
     setattr(owner, name, checked)
 
 
-def _replace_everywhere(name: str, value: Any) -> None:
+def _replace_everywhere(owner: str, name: str, value: Any) -> None:
+    """Replaces what the module `owner` defines, and what modules have imported of it."""
+    importlib.import_module(owner)
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("sglang_reshard") and name in vars(module):
             setattr(module, name, value)
