@@ -37,7 +37,14 @@ def text(document: str) -> str:
 
 def blocks(document: str, language: str) -> list[str]:
     """Returns the fenced blocks of a language; "" for those without one."""
-    return [body for tag, body in _FENCE.findall(text(document)) if tag == language]
+    return [body for _, body in numbered_blocks(text(document), language)]
+
+
+def numbered_blocks(whole: str, language: str) -> Iterator[tuple[int, str]]:
+    """Yields each fenced block of a language in a text, and the line at which its body begins."""
+    for found in _FENCE.finditer(whole):
+        if found[1] == language:
+            yield whole[: found.start(2)].count("\n") + 1, found[2]
 
 
 def commands(document: str) -> Iterator[str]:

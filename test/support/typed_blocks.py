@@ -13,9 +13,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from support.documents import ROOT, text
+from support.documents import ROOT, numbered_blocks, text
 
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 _GENERATED = re.compile(r"^<!-- (\w+): begin -->$.*?^<!-- \1: end -->$", re.M | re.S)
 _ELLIPSIS = re.compile(r"(?<![\w\"'.])\.\.\.(?![\w\"'.])")  # what the reader fills in
 # A block needs no annotations, and does not ask whether there is what its text says there is.
@@ -26,10 +25,8 @@ _SETTINGS = """
 
 
 def typed_blocks(document: str) -> Iterator[tuple[int, str]]:
-    """Yields each block that a person has written, and the line of the document at which it begins."""
-    whole = _GENERATED.sub(lambda found: "\n" * found[0].count("\n"), text(document))
-    for found in _BLOCK.finditer(whole):
-        yield whole[: found.start(1)].count("\n") + 1, found[1]
+    """Returns each block that a person has written, and the line of the document at which it begins."""
+    return numbered_blocks(_GENERATED.sub(lambda found: "\n" * found[0].count("\n"), text(document)), "python")
 
 
 def names_used(body: str) -> set[str]:
