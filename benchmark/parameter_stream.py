@@ -17,7 +17,8 @@ import torch.distributed as dist
 from benchmark import matrices, pages
 from benchmark.matrices import Matrices, MatrixParts
 from benchmark.results import Rows
-from benchmark.world import free_port, run_world, updates
+from benchmark.world import run_world, updates
+from sglang_reshard.selftest.children import free_port
 
 MODELS = (matrices.DENSE, matrices.MOE)
 WAYS: tuple[tuple[str, int, bool], ...] = (

@@ -31,14 +31,6 @@ def run_world(module: str, trainers: int, engines: int, *arguments: Any, deadlin
     return run_world(trainers, engines, of.train, of.serve, *arguments, deadline_s=deadline_s)
 
 
-def free_port() -> int:
-    """Returns a port for a server, which may take others up to 10,000 above it."""
-    find_tests()
-    from support.servers import free_port
-
-    return free_port()
-
-
 def find_tests() -> None:
     """Makes what the tests share importable, in this process."""
     path = str(REPOSITORY / "test")

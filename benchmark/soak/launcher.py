@@ -19,7 +19,7 @@ from benchmark.soak.clients import Tally, asking
 from benchmark.soak.standing import Standing
 from benchmark.soak.trainer import Job
 from benchmark.soak.weights import ENGINE_TP, TRAINER_RANKS
-from benchmark.world import find_tests, free_port
+from benchmark.world import find_tests
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.patches.sound_weights import SERVE_DUMMY
 from sglang_reshard.selftest import children, engines, tiny_model
@@ -93,7 +93,7 @@ def _updates(soak: Soak, place: _Place, console: Console) -> tuple[Job, list[Tal
     reports.mkdir()
     log = place.folder / "server.log"
     options = ["--context-length", str(tiny_model.CONTEXT_LENGTH), "--custom-weight-loader", LOADER]
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{children.free_port()}"
     options += ["--port", url.rpartition(":")[2]]
     command = launch(place.model, ENGINE_TP, *options, "--dtype", expected.DTYPE, "--log-level", "warning")
     served = {**place.environment, SERVE_DUMMY: "1"}  # clients ask before the first update, too

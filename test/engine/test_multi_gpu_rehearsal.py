@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from sglang_reshard.selftest.children import free_port
 from sglang_reshard.testing import cpu_host
 from support import descendants
 from support.left_behind import torch_segments
-from support.servers import free_port
 from support.sweep import sweep
 
 ROOT = Path(__file__).parents[2]

@@ -21,13 +21,14 @@ import pytest
 
 from sglang_reshard.patches.shared_segments import remove
 from sglang_reshard.selftest import tiny_model
+from sglang_reshard.selftest.children import free_port
 from sglang_reshard.testing import cpu_host
 from support import zygote
 from support.left_behind import Belongings, Watch
 from support.orchestra import Orchestra
 from support.player import Hang
 from support.scenes import DETECT_S, message_names, wait_until
-from support.servers import free_port, launch
+from support.servers import launch
 
 pytestmark = [pytest.mark.engine]
 TP, DEADLINE_S = 2, 8.0

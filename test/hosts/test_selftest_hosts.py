@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from sglang_reshard.selftest.children import free_port
 from support.hosts import Host, laboratory, why_not
 from support.places import paths
-from support.servers import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 _DEADLINE_S = 600

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sglang_reshard.selftest import children, engines
 from sglang_reshard.testing import cpu_host
-
-
-def free_port() -> int:
-    """Returns a port for a server, which may take others up to 10,000 above it.
-
-    Where the kernel's range for clients' connections leaves room below it, no connection takes the port meanwhile.
-    """
-    first_of_clients = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    end = first_of_clients - 10_000 if first_of_clients > 21_000 else 50_000
-    while True:
-        port = random.randrange(10_000, end)
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
 
 
 def launch(model: Path, tp: int, *options: str, program: Sequence[str] = ("-m", "sglang.launch_server")) -> list[str]:
@@ -37,7 +21,7 @@ def launch(model: Path, tp: int, *options: str, program: Sequence[str] = ("-m", 
 @contextlib.contextmanager
 def serving(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[str]:
     """The URL of the server that the command starts, once it is healthy; `--port` is added to the command."""
-    port = free_port()
+    port = children.free_port()
     url = f"http://127.0.0.1:{port}"
     with children.started([*command, "--port", str(port)], {**os.environ, **environment}, log) as server:
         try:

@@ -19,7 +19,6 @@ from typing import Any
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.selftest import children
 from sglang_reshard.testing import cpu_host
-from support.servers import free_port
 
 TEST = Path(__file__).parent.parent
 
@@ -42,7 +41,7 @@ def run_trainers(
     results.mkdir()
     path = os.pathsep.join([str(TEST), str(TEST.parent), str(beside), cpu_host.environment(1)["PYTHONPATH"]])
     # A static rendezvous: torchrun's others look at the source of all modules for the name of a log record's method.
-    command = [sys.executable, "-m", "torch.distributed.run", f"--master-port={free_port()}",
+    command = [sys.executable, "-m", "torch.distributed.run", f"--master-port={children.free_port()}",
                f"--nproc-per-node={ranks}", "-m", "support.trainers", name,
                json.dumps({"folder": str(folder), **job})]  # fmt: skip
     variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})}

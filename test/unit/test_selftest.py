@@ -191,6 +191,11 @@ def test_heads_suit_both_sides(source_tp: int, target_tp: int) -> None:
     assert kv_heads >= 8
 
 
+def test_a_server_finds_another_port_10_000_above_its_own() -> None:
+    """SGLang takes it for gRPC, and ends at once if there is no such port."""
+    assert all(children.free_port() + 10_000 <= 65_535 for _ in range(100))
+
+
 def test_a_failing_child_shows_the_end_of_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; print('what went wrong'); sys.exit(3)"]
     with pytest.raises(ReshardError, match=r"(?s)exit status 3.*what went wrong"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import signal
 import socket
 import subprocess
@@ -159,9 +160,17 @@ def torchrun(ranks: int, module: str, job: msgspec.Struct) -> list[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Returns a port for a server, which may take others up to 10,000 above it: SGLang does, and ends if there is none.
+
+    Where the kernel's range for clients' connections leaves room below it, no connection takes the port meanwhile.
+    """
+    first_of_clients = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    end = first_of_clients - 10_000 if first_of_clients > 21_000 else 50_000
+    while True:
+        port = 10_000 + secrets.randbelow(end - 10_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager

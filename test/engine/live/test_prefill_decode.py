@@ -22,13 +22,14 @@ from sglang_reshard.errors import EngineRefused
 from sglang_reshard.patches.launch import without_torchrun_variables
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.selftest import tiny_model
+from sglang_reshard.selftest.children import free_port
 from sglang_reshard.selftest.digests import LOADER, read_live_digests
 from sglang_reshard.selftest.layouts import Source
 from sglang_reshard.selftest.trainer import Trainer
 from sglang_reshard.testing import cpu_host
 from support import nixl_env
 from support.nixl_env import needs_nixl
-from support.servers import free_port, launch, serving
+from support.servers import launch, serving
 from support.sglangs import chosen
 from support.trainers import run_trainers
 from tools.oracle.stock import stock_digests

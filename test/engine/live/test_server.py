@@ -13,9 +13,10 @@ import pytest
 
 from sglang_reshard import __version__
 from sglang_reshard.selftest import tiny_model
+from sglang_reshard.selftest.children import free_port
 from sglang_reshard.testing import cpu_host
 from support.reports import of_others
-from support.servers import free_port, launch, serving
+from support.servers import launch, serving
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine]

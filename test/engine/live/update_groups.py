@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard.patches.launch import without_torchrun_variables
-from support.servers import free_port
+from sglang_reshard.selftest.children import free_port
 
 
 class UpdateGroup:
