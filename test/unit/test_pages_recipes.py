@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import os
 import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -17,58 +20,12 @@ RECIPES = ROOT / "docs" / "recipes"
 BATCH = RECIPES / "slurm" / "train-and-serve.sbatch"
 MANIFESTS = sorted((RECIPES / "kubernetes").glob("*.yaml"))
 
-# Fields of Kubernetes' API, as its own client has them: what the manifests use of each type. A field is a string, or
-# of the type behind its colon; [T] is a list of them, and {} any mapping of strings.
-FIELDS = {
-    "Job": "apiVersion kind metadata:ObjectMeta spec:JobSpec",
-    "Deployment": "apiVersion kind metadata:ObjectMeta spec:DeploymentSpec",
-    "Service": "apiVersion kind metadata:ObjectMeta spec:ServiceSpec",
-    "Secret": "apiVersion kind metadata:ObjectMeta type stringData:{}",
-    "ObjectMeta": "name labels:{}",
-    "JobSpec": "backoffLimit:int completionMode completions:int parallelism:int template:PodTemplate",
-    "DeploymentSpec": "replicas:int selector:LabelSelector strategy:Strategy template:PodTemplate",
-    "Strategy": "rollingUpdate:RollingUpdate",
-    "RollingUpdate": "maxSurge:int maxUnavailable:int",
-    "LabelSelector": "matchLabels:{}",
-    "ServiceSpec": "clusterIP ports:[ServicePort] publishNotReadyAddresses:bool selector:{}",
-    "ServicePort": "name port:int targetPort:int",
-    "PodTemplate": "metadata:ObjectMeta spec:PodSpec",
-    "PodSpec": "containers:[Container] initContainers:[Container] restartPolicy securityContext:PodSecurity"
-    " shareProcessNamespace:bool subdomain volumes:[Volume]",
-    "PodSecurity": "runAsUser:int runAsGroup:int runAsNonRoot:bool",
-    "Container": "name image restartPolicy command:[str] args:[str] env:[EnvVar] ports:[ContainerPort]"
-    " readinessProbe:Probe startupProbe:Probe resources:Resources securityContext:Security volumeMounts:[VolumeMount]",
-    "EnvVar": "name value valueFrom:EnvVarSource",
-    "EnvVarSource": "secretKeyRef:SecretKey",
-    "SecretKey": "name key",
-    "ContainerPort": "name containerPort:int",
-    "Probe": "exec:Exec httpGet:HttpGet periodSeconds:int failureThreshold:int",
-    "Exec": "command:[str]",
-    "HttpGet": "path port scheme",
-    "Resources": "requests:{} limits:{}",
-    "Security": "capabilities:Capabilities",
-    "Capabilities": "add:[str]",
-    "Volume": "name emptyDir:EmptyDir persistentVolumeClaim:Claim secret:SecretVolume",
-    "EmptyDir": "medium sizeLimit",
-    "Claim": "claimName",
-    "SecretVolume": "secretName items:[KeyToPath]",
-    "KeyToPath": "key path",
-    "VolumeMount": "name mountPath readOnly:bool",
-}
-SCALARS = {"": str, "str": str, "int": int, "bool": bool, "{}": dict}
 
-
-def problems(value: Any, kind: str, where: str) -> list[str]:
-    """Says which fields of a manifest do not exist, or have another type."""
-    if kind.startswith("["):
-        if not isinstance(value, list):
-            return [f"{where} is no list"]
-        return [found for number, one in enumerate(value) for found in problems(one, kind[1:-1], f"{where}[{number}]")]
-    if kind in SCALARS:
-        return [] if type(value) is SCALARS[kind] else [f"{where} is {value!r}"]
-    known = {name: kind for name, _, kind in (field.partition(":") for field in FIELDS[kind].split())}
-    unknown = [f"{where} has no {name}" for name in value if name not in known]
-    return unknown + [f for n, v in value.items() if n in known for f in problems(v, known[n], f"{where}.{n}")]
+def as_kubernetes_reads_it(one: dict[str, Any]) -> Any:
+    """Returns the fields of an object that its type in Kubernetes' API has. A field of another type raises."""
+    group, _, version = one["apiVersion"].rpartition("/")
+    types = importlib.import_module(f"lightkube.models.{group or 'core'}_{version}")
+    return msgspec.to_builtins(msgspec.convert(one, getattr(types, one["kind"])))
 
 
 def objects(path: Path) -> list[dict[str, Any]]:
@@ -95,16 +52,17 @@ def environment(container: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_every_field_of_a_manifest_exists(path: Path) -> None:
     for one in objects(path):
-        assert not problems(one, one["kind"], one["kind"])
+        assert as_kubernetes_reads_it(one) == one
 
 
 def test_a_field_that_does_not_exist_is_found() -> None:
     good = objects(RECIPES / "kubernetes" / "one-pod.yaml")[0]
-    good["spec"]["template"]["spec"]["shareProcessNamespaces"] = True
+    misspelt = copy.deepcopy(good)
+    misspelt["spec"]["template"]["spec"]["shareProcessNamespaces"] = True
+    assert as_kubernetes_reads_it(misspelt) == good
     good["spec"]["backoffLimit"] = "0"
-    found = " ".join(problems(good, "Job", "Job"))
-    assert "has no shareProcessNamespaces" in found
-    assert "Job.spec.backoffLimit is '0'" in found
+    with pytest.raises(msgspec.ValidationError, match="backoffLimit"):
+        as_kubernetes_reads_it(good)
 
 
 @pytest.mark.parametrize("path", MANIFESTS[1:], ids=lambda path: path.name)
