@@ -22,6 +22,93 @@ _SETTINGS = """
 # mypy: allow-untyped-defs, check-untyped-defs, no-strict-optional
 # mypy: disable-error-code="var-annotated,list-item,has-type"
 """
+# What the text around a block assumes. `given` stands for an ellipsis, which the reader replaces.
+ASSUMED = """
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import rich as rich
+import torch
+import torch.distributed as dist
+from sglang_reshard import (
+    ModuleReceiver, ModuleSender, MultiEngineSender, ParameterStream, Probe, RemoteEngine, ReshardPlan, SenderOptions,
+    SnapshotFollower, Snapshots, UpdateOptions, VerlEngine, WeightSender, first_not_finite, reshard,
+)
+from sglang_reshard.extras.diffusion.receiver import TransformerReceiver
+from sglang_reshard.extras.vllm.engine import send_to
+from sglang_reshard.layout.regions import Box
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.sources import (
+    ExplicitSharding, FlatBuffer, FlatMember, FusedSlice, FusedTensor, ShardMap, adapter_config,
+    adapter_tensors, base_tensors, megatron_adapter_config, megatron_adapter_tensors,
+)
+
+given: Any
+key: str
+other_key: str
+url: str
+metadata: str
+rank: int
+ranks: int
+steps: int
+collecting: bool
+group: dist.ProcessGroup
+mesh: dist.device_mesh.DeviceMesh
+model: torch.nn.Module
+policy: torch.nn.Module
+actor: torch.nn.Module
+generation: torch.nn.Module
+reference: torch.nn.Module
+language_model: torch.nn.Module
+gemma4: torch.nn.Module
+experts: torch.nn.Module
+stage: torch.nn.Module
+tensor: torch.Tensor
+local_tensor: torch.Tensor
+piece: torch.Tensor
+target: Sequence[tuple[str, torch.Tensor]]
+draft: Sequence[tuple[str, torch.Tensor]]
+parameters: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
+prompts: list[list[int]]
+sender: WeightSender
+adapter: WeightSender
+engine: RemoteEngine
+server: RemoteEngine
+prefill: RemoteEngine
+decode: RemoteEngine
+verl_engine: VerlEngine
+receiver: ModuleReceiver
+reload: ReshardPlan
+probe: Probe
+shared: Sequence[Any]
+request: DistributedUpdateWeightsReq
+to_checkpoint_name: Callable[[str], str]
+build_model: Callable[[], torch.nn.Module]
+train: Callable[[torch.nn.Module], object]
+train_step: Callable[[torch.nn.Module], object]
+train_one_step: Callable[[], object]
+train_next_step: Callable[[], object]
+start_collectors: Callable[[str], object]
+start_receivers: Callable[[str], object]
+# Of other projects, which have no types.
+rollout: Any
+score: Any
+batch: Any
+listing: Any
+tokenizer: Any
+trainer: Any
+peft_model: Any
+models: Any
+llm: Any
+pipeline: Any
+trainer_ranks: Any
+"""
+ELSEWHERE = {
+    ("docs/usage/running-requests.md", "engine"): "verl_engine",
+    ("docs/usage/lora.md", "model"): "peft_model",
+    ("docs/reference/api.md", "policy"): "adapter",
+}
 
 
 def typed_blocks(document: str) -> Iterator[tuple[int, str]]:
