@@ -363,3 +363,22 @@ def test_a_number_that_has_ended_does_not_come_again(table):
         assert "has ended" in ask(table, "c", "watch", scope)[0][1].reason
         assert "has ended" in ask(table, "b", "enter", scope, "b", "")[0][1].reason
     assert ask(table, "b", "enter", "s/8", "b", "") == done("b")
+    assert get(table, "c", "k2", scope="s/7") == [], "its own members may wait"
+    assert "has ended" in get(table, "a", "k2", scope="s/7/1")[0][1].reason, "nobody has entered this one"
+
+
+def test_nothing_is_revoked_of_which_nothing_is_known(table):
+    assert ask(table, "a", "revoke", "s/7", "why") == [("a", protocol.Cancelled(1, ENDED.format("s/7")))]
+    assert table.store.empty
+    ask(table, "b", "enter", "s", "b", "")
+    assert ask(table, "a", "revoke", "s/7", "why")[-1] == ("a", protocol.Result(1, [b"", b"why", b"0"])), "it is in one"
+
+
+def test_who_is_lost_is_in_no_scope_and_its_scopes_are_given_back(table):
+    ask(table, "a", "enter", "s", "rank a", "")
+    ask(table, "a", "watch", "t")
+    table.store.disconnected(table.client("a"))
+    assert "rank a disconnected" in ask(table, "b", "enter", "s", "b", "")[0][1].reason
+    ask(table, "b", "delete_scope", "s")
+    assert table.store.empty
+    assert table.quota.names == 0
