@@ -147,4 +147,4 @@ def _whole(name: str, parameter: torch.Tensor, shard: torch.Tensor) -> torch.Ten
         return shard
     parts = shard.chunk(2) if "linear_fc1" in name else (shard,)  # of the gate, and of the up projection
     dim = 1 if "linear_fc2.weight" in name else max(getattr(parameter, "partition_dim", 0), 0)
-    return torch.cat([p if rank == own else torch.empty_like(p) for p in parts for rank in range(ranks)], dim)
+    return torch.cat([p if rank == own else torch.zeros_like(p) for p in parts for rank in range(ranks)], dim)
