@@ -1,7 +1,8 @@
 """Stands for as much of slime and of miles as surrounds a weight update: their Megatron actor, and what it imports.
 
 Written from the interface of slime at 624b824a898a and of miles at 31f1ca961a94, which need GPUs and are not installed.
-With a checkout of slime in the environment variable SLIME_SOURCE, slime's own names and converters are used.
+With their packages `slime` and `miles` in the folder SLIME_SOURCE, an environment variable, their own names and
+converters are used.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def install(trainer: str) -> None:
     """Makes "slime" or "miles", as far as it stands here, and the examples importable. Replaces `ray.get`."""
     _package(f"{trainer}.utils.distributed_utils").get_gloo_group = lambda: dist.group.WORLD
     _package(f"{trainer}.backends.megatron_utils.actor").UpdateWeightFromDistributed = None
-    if trainer != "slime" or SOURCE not in os.environ:
+    if SOURCE not in os.environ:
         _package(f"{trainer}.backends.megatron_utils.megatron_to_hf").convert_to_hf = convert_to_hf
         common = _package(f"{trainer}.backends.megatron_utils.update_weight.common")
         common.named_params_and_buffers = named_params_and_buffers
@@ -64,6 +65,14 @@ class Engine:
         return self._name
 
 
+class Wrapped(torch.nn.Module):
+    """Stands for Megatron-Core's Float16Module around a model chunk."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module, self.config = module, module.config
+
+
 class Actor:
     """A trainer rank's `MegatronTrainRayActor`: its calls of the weight updater, in the order of each trainer.
 
@@ -74,9 +83,14 @@ class Actor:
         module, _, function = hook.rpartition(".")
         getattr(importlib.import_module(module), function)(args)
         make = sys.modules[f"{trainer}.backends.megatron_utils.actor"].UpdateWeightFromDistributed
+        if trainer == "miles" and SOURCE in os.environ:
+            parallel = importlib.import_module("miles.backends.training_utils.parallel")
+            size, rank = mpu.get_expert_model_parallel_world_size(), mpu.get_expert_model_parallel_rank()
+            parallel.set_parallel_state(SimpleNamespace(ep=SimpleNamespace(size=size, rank=rank)))
         self.trainer, own = trainer, {"is_lora": False} if trainer == "miles" else {}
         given = {"model_name": "qwen3moeconfig" if args.num_experts else "qwen3config", "quantization_config": None}
-        self.weight_updater = make(args, model, weights_getter=dict, **given, **own)
+        chunks = [Wrapped(chunk) for chunk in model]
+        self.weight_updater = make(args, chunks, weights_getter=dict, **given, **own)
         if trainer == "slime":
             self.weight_updater.weight_version = 0
 
@@ -122,10 +136,10 @@ def arguments(case: Case, **changed: Any) -> Namespace:
 def named_params_and_buffers(args: Namespace, model: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields this rank's parameters; layers and experts have the numbers that they have in the whole model."""
     for chunk in model:
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in chunk.module.named_parameters():
             if found := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*?)(\d*)", name):
                 number, rest, expert = found.groups()
-                layer = chunk.decoder.layers[int(number)]
+                layer = chunk.module.decoder.layers[int(number)]
                 if expert:
                     expert = mpu.get_expert_model_parallel_rank() * layer.mlp.num_local_experts + int(expert)
                 name = f"decoder.layers.{layer.layer_number - 1}.{rest}{expert}"

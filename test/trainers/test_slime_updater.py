@@ -1,7 +1,7 @@
 """examples/slime_weight_updater.py in a stand-in of slime's and miles' loops, on four ranks of a Megatron-Core trainer.
 
-slime and miles themselves need GPUs. With a checkout of slime in SLIME_SOURCE, the first test uses slime's own
-converters and names.
+slime and miles themselves need GPUs. With their packages in the folder SLIME_SOURCE, an environment variable, tests use
+their own converters and names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from support.scripts import run_script
-from support.trainer_rows import shown
 from support.trainers import run_trainers
 from tools.oracle.stock import stock_digests
 
@@ -31,6 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2 ep2 etp2": ("slime", {"kind": "qwen3_moe", "tp": 2, "ep": 2, "etp": 2}),
     "pp2 ep2": ("slime", {"kind": "qwen3_moe", "pp": 2, "ep": 2}),
     "miles, tp2": ("miles", {"kind": "qwen3", "tp": 2}),
+    "miles, tp2 pp2 ep2": ("miles", {"kind": "qwen3_moe", "tp": 2, "pp": 2, "ep": 2}),
 }
 
 
@@ -42,7 +42,7 @@ def test_all_ranks_shards_put_together_are_the_checkpoint() -> None:
 @pytest.mark.engine
 @pytest.mark.sweep
 @pytest.mark.usefixtures("forks")
-def test_a_server_follows_the_trainer_s_loop(tmp_path: Path, record_property: Any) -> None:
+def test_a_server_follows_the_trainer_s_loop(tmp_path: Path) -> None:
     """A server as slime starts it. Its live tensors are compared with a stock load of what transformers has written."""
     job = "trainers.slime_updater_job:updates"
     seen, *others = run_trainers(RANKS, job, tmp_path, case=SIZES | LIVE, tp_size=TP)
@@ -60,4 +60,3 @@ def test_a_server_follows_the_trainer_s_loop(tmp_path: Path, record_property: An
     # What the engine ranks received is what they hold of the checkpoint, and no more.
     assert [rank["metrics"] for rank in others] == [seen["metrics"]] * (RANKS - 1)
     assert {str(metrics) for metrics in seen["metrics"]} == {str(seen["metrics"][0])}
-    record_property("trainer", shown("Megatron-Core in slime's loop (stand-in)", "by slime's hook", "auto", "run", 1.0))
