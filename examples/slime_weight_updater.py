@@ -54,8 +54,8 @@ class ShardUpdater:
     """One trainer rank's end of the updates. All methods that the actor calls are collective, except `pop_metrics`."""
 
     def __init__(self, trainer: str, args: Namespace, model: Any, weights_getter: Any, **given: Any) -> None:
-        if given["quantization_config"] or given.get("is_lora"):
-            raise Unsupported("quantized checkpoints and LoRA are not supported: leave out --custom-megatron-init-path")
+        if (given["quantization_config"] or {}).get("quant_method", "fp8") != "fp8" or given.get("is_lora"):
+            raise Unsupported("LoRA, and quantization other than fp8: leave out --custom-megatron-init-path")
         self.args, self.model, self.model_name = args, model, given["model_name"]
         self.weight_version, self.clients, self.sender = 0, [], None
         self.convert = import_module(f"{trainer}.backends.megatron_utils.megatron_to_hf").convert_to_hf
