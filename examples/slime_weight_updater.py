@@ -46,7 +46,7 @@ def use_in_miles(args: Namespace) -> None:
 def _use(trainer: str, broadcasts: bool) -> None:
     if not broadcasts:
         raise Unsupported(f"{trainer}: leave out --colocate, --indep-dp and the mode and transport of weight updates")
-    actor = import_module(f"{trainer}.backends.megatron_utils.actor")
+    actor: Any = import_module(f"{trainer}.backends.megatron_utils.actor")
     actor.UpdateWeightFromDistributed = functools.partial(ShardUpdater, trainer)
 
 
@@ -57,7 +57,8 @@ class ShardUpdater:
         if (given["quantization_config"] or {}).get("quant_method", "fp8") != "fp8" or given.get("is_lora"):
             raise Unsupported("LoRA, and quantization other than fp8: leave out --custom-megatron-init-path")
         self.args, self.model, self.model_name = args, model, given["model_name"]
-        self.weight_version, self.clients, self.sender = 0, [], None
+        self.weight_version, self.clients, self.sessions = 0, list[RemoteEngine](), list[Session]()
+        self.sender: MultiEngineSender | None = None
         self.convert = import_module(f"{trainer}.backends.megatron_utils.megatron_to_hf").convert_to_hf
         self.named = import_module(f"{trainer}.backends.megatron_utils.update_weight.common").named_params_and_buffers
         self.group = import_module(f"{trainer}.utils.distributed_utils").get_gloo_group
@@ -66,21 +67,20 @@ class ShardUpdater:
         def connect() -> Any:
             found = ray.get([(getattr(e, "get_url", None) or e.get_topology_info).remote() for e in rollout_engines])
             self.clients = [RemoteEngine(one["url"] if isinstance(one, dict) else one) for one in found]
-            versions = [client.check().version for client in self.clients]
+            newest = max(int(v) if (v := client.check().version).isdecimal() else 0 for client in self.clients)
             if self.sender is None:
-                self.session = Session.host(self.clients[0].local_address())
+                self.sessions = [Session.host(self.clients[0].local_address())]
             # A restarted engine is another actor, so its name is new.
-            return list(map(str, rollout_engines)), versions, msgspec.to_builtins(self.session.address)
+            return list(map(str, rollout_engines)), newest, msgspec.to_builtins(self.sessions[0].address)
 
         if rollout_engines:
-            names, versions, address = on_first_rank(connect, self.group())
+            names, newest, address = on_first_rank(connect, self.group())
             if self.sender is None:
                 world, own = tuple(range(dist.get_world_size())), dist.get_rank()
                 self.sender = MultiEngineSender(msgspec.convert(address, Address), trainer_rank=own, global_ranks=world)
             sends = [client.update_weights_distributed for client in self.clients] or [None] * len(names)
             self.sender.set_engines(dict(zip(names, sends, strict=True)))
-            # Engines that outlive a trainer have its last version; an update needs another one.
-            self.weight_version = max([self.weight_version, *(int(v) for v in versions if v.isdecimal())])
+            self.weight_version = max(self.weight_version, newest)  # engines may outlive a trainer
 
     def is_rollout_engines_fresh(self) -> bool:
         return False  # miles then connects before every update; engines that stay keep their plans and connections
@@ -96,14 +96,14 @@ class ShardUpdater:
             return
         self.weight_version += 1
         mode = getattr(self.args, "pause_generation_mode", "abort")  # an argument of miles
-        given = [
+        held = [
             (name, p.data.as_strided(view.size, view.stride, p.data.storage_offset() + view.offset), sharding)
             for name, p, view, sharding in self.tensors
         ]
-        flush, version = "by_version" if mode == "in_place" else True, str(self.weight_version)
+        flush: Any = "by_version" if mode == "in_place" else True
         try:
             on_first_rank(lambda: [client.pause_generation(mode) for client in self.clients], self.group())
-            reports = self.sender.update(given, weight_version=version, partial=True, flush_cache=flush)
+            reports = self.sender.update(held, weight_version=str(self.weight_version), partial=True, flush_cache=flush)
         finally:
             on_first_rank(lambda: [client.continue_generation() for client in self.clients], self.group())
         self.metrics = {"perf/update_weights_wire_bytes": float(sum(r.received_bytes for r in reports.values()))}
