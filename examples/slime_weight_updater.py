@@ -57,7 +57,7 @@ class ShardUpdater:
         if (given["quantization_config"] or {}).get("quant_method", "fp8") != "fp8" or given.get("is_lora"):
             raise Unsupported("LoRA, and quantization other than fp8: leave out --custom-megatron-init-path")
         self.args, self.model, self.model_name = args, model, given["model_name"]
-        self.weight_version, self.clients, self.sessions = 0, list[RemoteEngine](), list[Session]()
+        self.weight_version, self.clients, self.sessions = 0, list[Any](), list[Session]()
         self.sender: MultiEngineSender | None = None
         self.convert = import_module(f"{trainer}.backends.megatron_utils.megatron_to_hf").convert_to_hf
         self.named = import_module(f"{trainer}.backends.megatron_utils.update_weight.common").named_params_and_buffers
