@@ -160,9 +160,9 @@ def torchrun(ranks: int, module: str, job: msgspec.Struct) -> list[str]:
 
 
 def free_port() -> int:
-    """Returns a port for a server, which may take others up to 10,000 above it: SGLang does, and ends if there is none.
+    """Returns a free port for a server. Another 10,000 above it exists, too: SGLang serves gRPC there.
 
-    Where the kernel's range for clients' connections leaves room below it, no connection takes the port meanwhile.
+    The port is below the kernel's range for clients' connections, unless that range begins too low.
     """
     first_of_clients = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     end = first_of_clients - 10_000 if first_of_clients > 21_000 else 50_000
