@@ -10,7 +10,7 @@ tells which slice of which parameter each checkpoint tensor is.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +25,12 @@ from sglang_reshard.sources.module import named_shards
 from sglang_reshard.trace.converter_trace import trace_conversion
 
 ToCheckpoint: TypeAlias = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+# Attributes of transformers' models, and what they tell.
+_NOT_SLICED = {
+    "hf_quantizer": "is quantized",
+    "_tp_size": "is sharded by transformers' own tensor parallelism",
+    "_hf_peft_config_loaded": "has adapters",
+}
 _CURE = "leave it out in `to_checkpoint`, convert it yourself before each update, and pass it as (name, tensor), too"
 
 
@@ -45,16 +51,16 @@ def checkpoint_tensors(
     (parameter's name, tensor, `FusedTensor`).
 
     Raises Unsupported, naming the tensor, if a checkpoint tensor is not a slice of one parameter with its dimensions
-    permuted: the conversion computes, casts, joins parameters or reorders rows. Raises it, too, for tensors of FSDP1 and
-    ZeRO-3, and without `to_checkpoint` for models that are not transformers 5's.
+    permuted: the conversion computes, casts, joins parameters or reorders rows. Raises it, too, for tensors of FSDP1
+    and ZeRO-3, and without `to_checkpoint` for models that are not transformers 5's.
     """
     convert = to_checkpoint or _of_transformers(model)
     rows = list(named_shards(model) if isinstance(model, nn.Module) else pairs(model))
     for name, tensor, *sharding in rows:
         if sharding or is_partitioned(tensor) or is_flattened(tensor):
             raise Unsupported(
-                f"{name} lies in a flat buffer of FSDP1 or ZeRO-3, of which no slices can be sent; shard the model with "
-                "FSDP2, or pass the checkpoint tensors as members of a FlatBuffer"
+                f"{name} lies in a flat buffer of FSDP1 or ZeRO-3, of which no slices can be sent; shard the model "
+                "with FSDP2, or pass the checkpoint tensors as members of a FlatBuffer"
             )
     given = {name: tensor for name, tensor, *_ in rows}
     specs = [
@@ -64,7 +70,7 @@ def checkpoint_tensors(
     try:
         traced = trace_conversion(convert, specs)
     except Unsupported as error:
-        raise Unsupported(f"the conversion to checkpoint tensors is not one by slices: {error}. To send it, {_CURE}") from error
+        raise Unsupported(f"the conversion does not only slice: {error}. To send it, {_CURE}") from error
     except Exception as error:
         raise Unsupported(
             f"the conversion to checkpoint tensors does not run on tensors without data ({type(error).__name__}: "
@@ -78,8 +84,8 @@ def checkpoint_tensors(
         part = slice_of_boxes(shape, boxes[parameter], fused)
         if part is None:
             raise Unsupported(
-                f"the conversion reorders {name} of shape {shape}: it is not a slice of {parameter} of shape {fused} "
-                f"with its dimensions permuted. To send it, {_CURE}"
+                f"the conversion makes {name} of shape {shape}, which is not a slice of {parameter} of shape {fused} "
+                f"with its dimensions permuted: it reorders, repeats or pads. To send it, {_CURE}"
             )
         if part == FusedSlice((0,) * len(fused), fused, tuple(range(len(fused)))):
             whole.append((name, given[parameter]))
@@ -89,10 +95,10 @@ def checkpoint_tensors(
 
 
 def _only_one(name: str, parameters: list[str]) -> str:
-    """Returns the one parameter that a checkpoint tensor has elements of. Raises Unsupported for none and for several."""
+    """Returns the one parameter that a checkpoint tensor is of. Raises Unsupported for none and for several."""
     if len(parameters) == 1:
         return parameters[0]
-    of = f"joins {', '.join(parameters)} in {name}" if parameters else f"makes {name} of no tensor of the model"
+    of = f"joins {', '.join(sorted(parameters))} in {name}" if parameters else f"makes {name} of no tensor of the model"
     raise Unsupported(f"the conversion {of}; only slices of one tensor are supported. To send it, {_CURE}")
 
 
@@ -103,19 +109,20 @@ def _of_transformers(model: object) -> ToCheckpoint:
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not isinstance(model, modeling.PreTrainedModel):
         raise Unsupported(
-            f"{type(model).__name__} is not a model of transformers; pass the conversion of its state dict to that of a "
-            "checkpoint as `to_checkpoint`, such as torchtitan's `StateDictAdapter.to_hf`"
+            f"{type(model).__name__} is not a model of transformers; pass the model inside its wrapper, or the "
+            "conversion of its state dict to that of a checkpoint as `to_checkpoint`, such as torchtitan's "
+            "`StateDictAdapter.to_hf`"
         )
     if revert is None:
         raise Unsupported(
-            f"{type(model).__name__}: this version of transformers has no conversion of checkpoints. Its models have the "
-            "tensors of their checkpoints: pass the model itself, or the conversion as `to_checkpoint`"
+            f"{type(model).__name__}: this version of transformers has no conversion of checkpoints. Its models have "
+            "the tensors of their checkpoints: pass the model itself, or the conversion as `to_checkpoint`"
         )
-    for name, stated in (("quantized", "hf_quantizer"), ("sharded by transformers' own tensor parallelism", "_tp_size")):
-        if getattr(model, stated, None) is not None:
+    for attribute, kind in _NOT_SLICED.items():
+        if getattr(model, attribute, None):
             raise Unsupported(
-                f"{type(model).__name__} is {name}, and its parameters do not tell what `save_pretrained` writes; pass "
-                "the conversion as `to_checkpoint`, with a state dict of DTensors or of whole tensors"
+                f"{type(model).__name__} {kind}, so `save_pretrained` does more than slice its parameters; pass a "
+                "state dict of DTensors, or of whole tensors, and its conversion as `to_checkpoint`"
             )
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 

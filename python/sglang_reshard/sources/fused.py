@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,7 +23,9 @@ from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import ShardBox, ShardMap
 from sglang_reshard.layout.source_layout import LocalShard
-from sglang_reshard.trace.geometry import BoxMapping
+
+if TYPE_CHECKING:
+    from sglang_reshard.trace.geometry import BoxMapping
 
 NamedSlices = tuple[tuple[str, "FusedSlice"], ...]  # checkpoint names, and their boxes of the fused tensor
 
