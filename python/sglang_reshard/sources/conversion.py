@@ -4,7 +4,7 @@
     sender.update(checkpoint_tensors(model, adapter.to_hf)) # torchtitan's StateDictAdapter
 
 The library that stacks has a conversion for its own checkpoints. It runs once here, over tensors without data, and so
-tells which slice of which parameter each checkpoint tensor is.
+tells where in a parameter each checkpoint tensor is.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def checkpoint_tensors(
     for name, tensor, *sharding in rows:
         if sharding or is_partitioned(tensor) or is_flattened(tensor):
             raise Unsupported(
-                f"{name} lies in a flat buffer of FSDP1 or ZeRO-3, of which no slices can be sent; shard the model "
-                "with FSDP2, or pass the checkpoint tensors as members of a FlatBuffer"
+                f"{name} lies in a flat buffer of FSDP1 or ZeRO-3, whose slices cannot be sent; shard the model with "
+                "FSDP2, or pass the checkpoint tensors as members of a FlatBuffer"
             )
     given = {name: tensor for name, tensor, *_ in rows}
     specs = [
