@@ -1,7 +1,8 @@
 """Reads models whose tensors are not those of a checkpoint: experts stacked in one tensor, gate and up fused in one.
 
-    sender.update(checkpoint_tensors(model))                # transformers 5
-    sender.update(checkpoint_tensors(model, adapter.to_hf)) # torchtitan's StateDictAdapter
+    tensors = checkpoint_tensors(model)                 # transformers 5
+    tensors = checkpoint_tensors(model, adapter.to_hf)  # torchtitan's StateDictAdapter
+    sender.update(tensors)                              # in every step
 
 The library that stacks has a conversion for its own checkpoints. It runs once here, over tensors without data, and so
 tells where in a parameter each checkpoint tensor is.
