@@ -167,6 +167,21 @@ def test_what_is_no_slice_is_refused_by_name(convert, says):
     assert CURE in str(refused.value)
 
 
+def test_a_conversion_may_change_its_state_dict():
+    """As prime-rl's `convert_to_hf` does."""
+
+    def convert(state):
+        for i, row in enumerate(state.pop("a")):
+            state[f"a.{i}"] = row
+        return state
+
+    (whole, _), (name, tensor, fused) = checkpoint_tensors(STATE, convert)
+    assert (whole, name) == ("b", "a")
+    assert tensor is STATE["a"]
+    assert [name for name, _ in fused.slices] == ["a.0", "a.1", "a.2", "a.3"]
+    assert STATE.keys() == {"a", "b"}
+
+
 def test_a_tensor_that_the_conversion_computes_can_be_passed_next_to_the_rest():
     rows = checkpoint_tensors(STATE, lambda state: {"b": state["b"][1:]})
     state = describe([*rows, ("norm", STATE["a"] + 1)], trainer_rank=0, global_ranks=(0,))
