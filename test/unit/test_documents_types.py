@@ -90,6 +90,7 @@ listing: Any
 tokenizer: Any
 trainer: Any
 state_dict_adapter: Any
+prime_model: Any
 peft_model: Any
 models: Any
 llm: Any
