@@ -97,13 +97,16 @@ def test_what_transformers_saves_otherwise_is_refused_by_its_reason() -> None:
 # -- a live engine
 
 
-SIZES = {"vocab_size": 509, "hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 32}
-COUNTS = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "num_experts": 4}
+CONFIG: dict[str, Any] = {
+    "vocab_size": 509, "hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "num_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
 
 
 def trainers_model() -> Qwen3MoeForCausalLM:
     torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **COUNTS, num_experts_per_tok=2))
+    return Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**CONFIG))
 
 
 def three_versions(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -115,7 +118,8 @@ def three_versions(job: dict[str, Any]) -> list[dict[str, Any]]:
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    tensors, seen, engine = checkpoint_tensors(model), [], None
+    engine: Any = None
+    tensors, seen = checkpoint_tensors(model), []
     for version in ("1", "2", "3"):
         if version != "1":
             tokens = torch.arange(24).view(2, 12) + dist.get_rank()
@@ -143,7 +147,7 @@ def three_versions(job: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_live_engine_has_what_stock_loads_of_what_save_pretrained_writes(
     sglang: str, tmp_path: Path, record_property: Any
 ) -> None:
-    sizes = {"tp_size": 2, "dtype": "float32"}
+    sizes: dict[str, Any] = {"tp_size": 2, "dtype": "float32"}
     with chosen(sglang):
         seen, *_ = run_trainers(RANKS, three_versions, tmp_path, engine=sizes)
         checkpoints = [tmp_path / version for version in ("1", "2", "3")]
