@@ -41,7 +41,7 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import (
     ExplicitSharding, FlatBuffer, FlatMember, FusedSlice, FusedTensor, ShardMap, adapter_config,
-    adapter_tensors, base_tensors, megatron_adapter_config, megatron_adapter_tensors,
+    adapter_tensors, base_tensors, checkpoint_tensors, megatron_adapter_config, megatron_adapter_tensors,
 )
 
 given: Any
@@ -84,6 +84,8 @@ probe: Probe
 shared: Sequence[Any]
 request: DistributedUpdateWeightsReq
 to_checkpoint_name: Callable[[str], str]
+to_checkpoint: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+norms: Sequence[tuple[str, torch.Tensor]]
 build_model: Callable[[], torch.nn.Module]
 train: Callable[[torch.nn.Module], object]
 train_step: Callable[[torch.nn.Module], object]
@@ -98,6 +100,8 @@ batch: Any
 listing: Any
 tokenizer: Any
 trainer: Any
+state_dict_adapter: Any
+prime_model: Any
 peft_model: Any
 models: Any
 llm: Any

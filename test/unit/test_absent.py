@@ -55,7 +55,7 @@ CAPABILITIES = (
     *(f"landings.{name}" for name in ("checked", "converting", "shadow")),
     *(f"routes.{name}" for name in ("broadcast", "delta", "disk", "nixl", "p2p", "relay")),
     *(f"sources.{name}" for name in (
-        "flat", "fsdp", "fsdp1", "fused", "lora", "lora_config", "lora_layers",
+        "conversion", "flat", "fsdp", "fsdp1", "fused", "lora", "lora_config", "lora_layers",
         "megatron_lora", "verl_shard_spec", "versions")),
     *(f"trace.{name}" for name in (
         "block_formats", "block_fp8", "built_modules", "converter_trace", "converting_loader",

@@ -28,8 +28,9 @@ def check_unread(unread: Sequence[str], ignore: Sequence[str], apart: Mapping[st
         )
     if mistaken:
         raise Mismatch(
-            f"{unread_remark(mistaken)}: no engine rank's loader reads it. Correct the name. To skip it on purpose, "
-            f"pass ignore=[{mistaken[0]!r}] to the update; patterns are allowed"
+            f"{unread_remark(mistaken)}: no engine rank's loader reads it. Correct the name, or pass "
+            "sglang_reshard.sources.checkpoint_tensors(model) if the model stacks or fuses tensors of its checkpoint. "
+            f"To skip it on purpose, pass ignore=[{mistaken[0]!r}] to the update; patterns are allowed"
         )
 
 

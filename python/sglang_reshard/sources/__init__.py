@@ -16,6 +16,7 @@ from sglang_reshard.sources.module import named_shards
 from sglang_reshard.sources.state import NamedTensors, TrainerState, as_list, describe, tied_names
 
 if TYPE_CHECKING:
+    from sglang_reshard.sources.conversion import checkpoint_tensors
     from sglang_reshard.sources.flat import FlatBuffer, FlatMember
     from sglang_reshard.sources.fused import FusedSlice, FusedTensor, slice_of
     from sglang_reshard.sources.lora import adapter_tensors, base_tensors
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 # What most trainers do not use, by the module in this package that has it, which is imported then.
 _LAZY = {
+    "conversion": ("checkpoint_tensors",),
     "flat": ("FlatBuffer", "FlatMember"),
     "fused": ("FusedSlice", "FusedTensor", "slice_of"),
     "lora": ("adapter_tensors", "base_tensors"),
@@ -53,6 +55,7 @@ __all__ = [
     "as_list",
     "base_tensors",
     "blocks",
+    "checkpoint_tensors",
     "describe",
     "fused_slices",
     "megatron_adapter_config",

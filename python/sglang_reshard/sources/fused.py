@@ -10,9 +10,10 @@ distinct ones: the slices of equally sharded fused tensors are computed once.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +23,9 @@ from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import ShardBox, ShardMap
 from sglang_reshard.layout.source_layout import LocalShard
+
+if TYPE_CHECKING:
+    from sglang_reshard.trace.geometry import BoxMapping
 
 NamedSlices = tuple[tuple[str, "FusedSlice"], ...]  # checkpoint names, and their boxes of the fused tensor
 
@@ -123,6 +127,35 @@ def as_slice(offset: int, size: tuple[int, ...], strides: tuple[int, ...], shape
     stop = [a + (size[order.index(axis)] if axis in order else 1) for axis, a in enumerate(start)]
     found = FusedSlice(tuple(start), tuple(stop), order)
     return None if invalid_slice_reason(found, shape) else found
+
+
+def slice_of_boxes(
+    shape: tuple[int, ...], boxes: Sequence[BoxMapping], fused_shape: tuple[int, ...]
+) -> FusedSlice | None:
+    """Returns the box of a fused tensor of `fused_shape` that a traced tensor of `shape` is; None if it is not one.
+
+    boxes  of the traced tensor, with the elements' row-major positions in the fused tensor
+    """
+
+    def position(index: Sequence[int]) -> int:
+        """Returns where an element of the result is in the fused tensor; 0 if it comes from elsewhere."""
+        for box in boxes:
+            skipped = [i - a for i, a in zip(index, box.start, strict=True)]
+            if all(0 <= i < n for i, n in zip(skipped, box.size, strict=True)):
+                return box.write + sum(i * s for i, s in zip(skipped, box.stride, strict=True))
+        return 0
+
+    first = position([0] * len(shape))
+    strides = tuple(
+        position([int(d == axis) for d in range(len(shape))]) - first if n > 1 else 0 for axis, n in enumerate(shape)
+    )
+    for box in boxes:
+        steps = zip(box.size, box.stride, strides, strict=True)
+        begins = first + sum(a * s for a, s in zip(box.start, strides, strict=True))
+        if box.write != begins or any(n > 1 and step != s for n, step, s in steps):
+            return None
+    complete = sum(math.prod(box.size) for box in boxes) == math.prod(shape)
+    return as_slice(first, shape, strides, fused_shape) if complete else None
 
 
 def invalid_slice_reason(fused_slice: FusedSlice, shape: tuple[int, ...]) -> str:

@@ -12,7 +12,6 @@ over a row without data, and tells so which slice of the fused tensor each check
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,8 +21,8 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap
-from sglang_reshard.sources.fused import FusedSlice, FusedTensor, NamedSlices, as_slice
-from sglang_reshard.trace.converter_trace import TracedResult, trace_converter
+from sglang_reshard.sources.fused import FusedSlice, FusedTensor, NamedSlices, slice_of_boxes
+from sglang_reshard.trace.converter_trace import trace_converter
 
 Converter = Callable[[int, torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
 
@@ -136,7 +135,7 @@ def _of_row(to_hf_chunk: Converter, row: tuple[int, ...]) -> list[tuple[str, Fus
         ) from error
     found = []
     for name, result in traced.items():
-        part = _as_slice(result, row)
+        part = slice_of_boxes(result.shape, result.boxes, row)
         if part is None:
             raise Unsupported(
                 f"the converter computes or reorders {name}: it is not a slice of a row of shape {row} with its "
@@ -144,27 +143,3 @@ def _of_row(to_hf_chunk: Converter, row: tuple[int, ...]) -> list[tuple[str, Fus
             )
         found.append((name, part))
     return found
-
-
-def _as_slice(result: TracedResult, row: tuple[int, ...]) -> FusedSlice | None:
-    shape, boxes = result
-
-    def position(index: Sequence[int]) -> int:
-        """Returns where an element of the result is in the row; 0 if it comes from elsewhere."""
-        for box in boxes:
-            skipped = [i - a for i, a in zip(index, box.start, strict=True)]
-            if all(0 <= i < n for i, n in zip(skipped, box.size, strict=True)):
-                return box.write + sum(i * s for i, s in zip(skipped, box.stride, strict=True))
-        return 0
-
-    first = position([0] * len(shape))
-    strides = tuple(
-        position([int(d == axis) for d in range(len(shape))]) - first if n > 1 else 0 for axis, n in enumerate(shape)
-    )
-    for box in boxes:
-        steps = zip(box.size, box.stride, strides, strict=True)
-        begins = first + sum(a * s for a, s in zip(box.start, strides, strict=True))
-        if box.write != begins or any(n > 1 and step != s for n, step, s in steps):
-            return None
-    complete = sum(math.prod(box.size) for box in boxes) == math.prod(shape)
-    return as_slice(first, shape, strides, row) if complete else None

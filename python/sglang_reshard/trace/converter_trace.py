@@ -8,7 +8,7 @@ The argument is on the meta device, so that tensors that the function makes like
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,34 +52,51 @@ def trace_converter(
     Raises Unsupported, naming the result, if the function computes with elements or casts them, or scatters them
     over more than `MAX_BOXES` boxes. Exceptions of the function itself are passed on.
     """
+    spec = TensorSpec("the argument", shape, str(dtype).removeprefix("torch."))
+    results = trace_conversion(lambda state: function(state[spec.name]), [spec])
+    return {name: TracedResult(size, boxes.get(spec.name, ())) for name, (size, boxes) in results.items()}
+
+
+def trace_conversion(
+    function: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]], specs: Iterable[TensorSpec]
+) -> dict[str, tuple[tuple[int, ...], dict[str, tuple[BoxMapping, ...]]]]:
+    """Returns, by name, what `function` makes of a state dict of tensors that `specs` describe.
+
+    Of each result: its shape (elements), and by the name of a tensor of the state dict, the boxes of the result with
+    elements of it, as in `TracedResult`.
+
+    Raises as `trace_converter` does.
+    """
     recorder = _FunctionRecorder()
-    argument = recorder.checkpoint_tensor(TensorSpec("the argument", shape, str(dtype).removeprefix("torch.")))
+    state: dict[str, torch.Tensor] = {spec.name: recorder.checkpoint_tensor(spec) for spec in specs}
     with torch.no_grad():
-        results = function(argument)
+        results = function(state)
     if recorder.failure is not None:
         raise recorder.failure
-    return {name: TracedResult(tuple(result.shape), _boxes(recorder, name, result)) for name, result in results.items()}
+    return {name: (tuple(result.shape), _boxes(recorder, name, result)) for name, result in results.items()}
 
 
-def _boxes(recorder: Recorder, name: str, result: torch.Tensor) -> tuple[BoxMapping, ...]:
+def _boxes(recorder: Recorder, name: str, result: torch.Tensor) -> dict[str, tuple[BoxMapping, ...]]:
     if type(result) is not LazyTensor or not result.numel():
-        return ()
-    boxes: list[BoxMapping] = []
+        return {}
+    boxes: dict[str, tuple[BoxMapping, ...]] = {}
     try:
         for content, index_map, casts in origins(
             recorder.view_of(result), IndexMap.flattening(geometry_of(result.meta))
         ):
             if not isinstance(content, VersionedView):
                 continue
-            if isinstance(content.storage.base, OpOutput):
+            base = content.storage.base
+            if isinstance(base, OpOutput):
                 raise NotPlainCopy
-            if isinstance(content.storage.base, CheckpointTensor):
+            if isinstance(base, CheckpointTensor):
                 if casts or content.dtype != content.storage.dtype:
                     raise Unsupported(
                         f"the converter reinterprets or casts {name}, whose elements are {content.storage.dtype}; only "
                         "slicing, transposing and renaming are supported"
                     )
-                boxes += to_boxes(index_map.inverted(), tuple(result.shape), unit_steps=True)
+                found = to_boxes(index_map.inverted(), tuple(result.shape), unit_steps=True)
+                boxes[base.spec.name] = (*boxes.get(base.spec.name, ()), *found)
     except (NotPlainCopy, UninitializedRead):
         raise Unsupported(
             f"the converter does arithmetic on {name}; only slicing, transposing and renaming are supported"
@@ -88,7 +105,7 @@ def _boxes(recorder: Recorder, name: str, result: torch.Tensor) -> tuple[BoxMapp
         raise Unsupported(
             f"the converter scatters {name} over more than {MAX_BOXES} boxes, which is not supported"
         ) from None
-    return tuple(boxes)
+    return boxes
 
 
 class _FunctionRecorder(Recorder):
