@@ -58,9 +58,9 @@ class _Adapters(ReceivedAdapter):
             tried.add(alike)
 
     def use(self) -> None:
-        for adapter, names in of_each(self.adapters, self.tensors):
-            # SGLang keeps host tensors as they are, and this memory is written again.
-            _install(self._manager, adapter, {own: self.tensors[n].to("cpu", copy=True) for own, n in names.items()})
+        tensors = self.on_host()
+        for adapter, names in of_each(self.adapters, tensors):
+            _install(self._manager, adapter, {own: tensors[name] for own, name in names.items()})
         _load_slots(self._manager, [adapter.lora_id for adapter in self.adapters])
 
 
@@ -140,6 +140,7 @@ def _install(manager: LoRAManager, adapter: LoraAdapter, tensors: dict[str, torc
     from sglang.srt.lora.lora_config import LoRAConfig
 
     config, lora_id = json.loads(adapter.config), adapter.lora_id
+    received = next(iter(tensors.values())).untyped_storage().data_ptr()  # of all
     tensors = tensors | lora_missing_experts.zeros(manager, tensors, config["r"])
     if lora_id in manager.loras:
         vocabulary = manager.base_hf_config.vocab_size
@@ -149,8 +150,12 @@ def _install(manager: LoRAManager, adapter: LoraAdapter, tensors: dict[str, torc
         loaded = manager.load_lora_adapter_from_tensors(reference(adapter), tensors, config)
         if not loaded.success:
             raise EngineRefused(f"SGLang did not load the LoRA adapter {adapter.name}: {loaded.error_message}")
-    embeddings = manager.loras[lora_id].embedding_layers
-    embeddings |= lora_missing_experts.embedding_zeros(manager, embeddings, config["r"])
+    held = manager.loras[lora_id]
+    held.embedding_layers |= lora_missing_experts.embedding_zeros(manager, held.embedding_layers, config["r"])
+    for weights in (held.embedding_layers, *(layer.weights for layer in held.layers)):
+        for name, weight in weights.items():  # SGLang keeps some as they are, and this memory is written again
+            if weight.untyped_storage().data_ptr() == received:
+                weights[name] = weight.clone()
 
 
 def _load_slots(manager: LoRAManager, lora_ids: Sequence[str]) -> None:
