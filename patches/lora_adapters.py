@@ -65,7 +65,7 @@ class _Adapters(ReceivedAdapter):
 
 
 class _Receivers(dict[str, tuple[_Adapters, WeightReceiver]]):
-    """Of one model runner: session -> what it brings, and what receives that."""
+    """Of one model runner: session -> its adapters, and their receiver."""
 
 
 def receiver(runner: ModelRunner, request: DistributedUpdateWeightsReq, rank: int, size: int) -> WeightReceiver:
@@ -109,27 +109,24 @@ def of_each(adapters: Sequence[LoraAdapter], names: Iterable[str]) -> list[tuple
 
 def refusal(runner: ModelRunner, adapters: Sequence[LoraAdapter]) -> str:
     """Returns why the engine cannot serve such adapters, naming one; empty if it can."""
+    from sglang.srt.lora.lora_config import LoRAConfig
+
     manager = runner.lora_manager
     ids = {adapter.name: adapter.lora_id for adapter in adapters}
     for ref in list(manager.lora_refs.values()):
         if ids.get(ref.lora_name, ref.lora_id) != ref.lora_id:  # the tokenizer manager has unloaded it
             manager.unload_lora_adapter(ref)
-    return next(filter(None, (_refusal(manager, adapter) for adapter in adapters)), "")
-
-
-def _refusal(manager: LoRAManager, adapter: LoraAdapter) -> str:
-    from sglang.srt.lora.lora_config import LoRAConfig
-
     try:
-        config = LoRAConfig.from_dict(json.loads(adapter.config), base_vocab_size=manager.base_hf_config.vocab_size)
-        if adapter.lora_id not in manager.loras:
-            manager.validate_new_adapter(config, reference(adapter))
-        elif not manager.memory_pool.can_support(config):
-            return (
-                f"the LoRA adapter {adapter.name} has rank {config.r} and modules {config.target_modules}, which do "
-                "not fit the engine's memory pool; start the engine with a larger max_lora_rank, or with these "
-                "lora_target_modules"
-            )
+        for adapter in adapters:
+            config = LoRAConfig.from_dict(json.loads(adapter.config), base_vocab_size=manager.base_hf_config.vocab_size)
+            if adapter.lora_id not in manager.loras:
+                manager.validate_new_adapter(config, reference(adapter))
+            elif not manager.memory_pool.can_support(config):
+                return (
+                    f"the LoRA adapter {adapter.name} has rank {config.r} and modules {config.target_modules}, which "
+                    "do not fit the engine's memory pool; start the engine with a larger max_lora_rank, or with these "
+                    "lora_target_modules"
+                )
     except (ValueError, KeyError) as error:
         return f"the LoRA adapter {adapter.name} is refused: {error}"
     return ""
@@ -143,8 +140,7 @@ def _install(manager: LoRAManager, adapter: LoraAdapter, tensors: dict[str, torc
     received = next(iter(tensors.values())).untyped_storage().data_ptr()  # of all
     tensors = tensors | lora_missing_experts.zeros(manager, tensors, config["r"])
     if lora_id in manager.loras:
-        vocabulary = manager.base_hf_config.vocab_size
-        manager.configs[lora_id] = LoRAConfig.from_dict(config, base_vocab_size=vocabulary)
+        manager.configs[lora_id] = LoRAConfig.from_dict(config, base_vocab_size=manager.base_hf_config.vocab_size)
         manager.load_lora_weights_from_tensors(manager.lora_refs[lora_id], tensors)
     else:
         loaded = manager.load_lora_adapter_from_tensors(reference(adapter), tensors, config)
@@ -159,10 +155,7 @@ def _install(manager: LoRAManager, adapter: LoraAdapter, tensors: dict[str, torc
 
 
 def _load_slots(manager: LoRAManager, lora_ids: Sequence[str]) -> None:
-    """Loads adapters into their slots of the memory pool again, and others into empty ones.
-
-    SGLang makes room for the rest when a request comes.
-    """
+    """Loads adapters into their slots again, and others into empty ones. SGLang makes room for the rest on request."""
     from sglang.srt.lora.mem_pool import EMPTY_SLOT
 
     pool = manager.memory_pool

@@ -7,7 +7,6 @@ name keeps its id over updates.
 from __future__ import annotations
 
 import uuid
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -33,8 +32,8 @@ def refusal(manager: TokenizerManager, adapters: Sequence[LoraAdapter]) -> str:
             f"the engine was started without LoRA, so it cannot serve the adapter {some_names(names)}; start it with "
             "enable_lora=True, max_lora_rank and lora_target_modules"
         )
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        return f"the LoRA adapter {twice[0]} is sent twice in one update; give each adapter a name of its own"
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        return f"the LoRA adapter {twice} is sent twice in one update; give each adapter another name"
     loaded, limit = manager.lora_registry.get_all_adapters(), manager.server_args.max_loaded_loras
     new = [name for name in names if name not in loaded]
     if limit is not None and new and len(loaded) + len(new) > limit:
@@ -63,17 +62,15 @@ def counted_twice(manager: TokenizerManager, request: DistributedUpdateWeightsRe
 
 def with_lora_ids(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsReq:
     """Adds the ids that requests for the adapters' names have, or new ones."""
-    known = {name: found.lora_id for name, found in manager.lora_registry.get_all_adapters().items()}
-    ids = ((adapter, known.get(adapter.name) or uuid.uuid4().hex) for adapter in request.lora)
-    lora = tuple(msgspec.structs.replace(adapter, lora_id=lora_id) for adapter, lora_id in ids)
-    return msgspec.structs.replace(request, lora=lora)
+    ids = {name: found.lora_id for name, found in manager.lora_registry.get_all_adapters().items()}
+    lora = (msgspec.structs.replace(a, lora_id=ids.get(a.name) or uuid.uuid4().hex) for a in request.lora)
+    return msgspec.structs.replace(request, lora=tuple(lora))
 
 
 async def updated(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> None:
     """Lets requests ask for the adapters, after a successful update."""
     known, live = manager.lora_registry.get_all_adapters(), weights_info.of(manager)
-    held = {found.lora_id for found in known.values()}
-    live.adapters = {lora_id: version for lora_id, version in live.adapters.items() if lora_id in held}
+    live.adapters = {found.lora_id: live.adapters.get(found.lora_id, "") for found in known.values()}
     for adapter in request.lora:
         if adapter.name not in known:
             await manager.lora_registry.register(reference(adapter))

@@ -135,8 +135,7 @@ class ReplicaSender:
         frees = temporary or bool(engine.is_param_offload_enabled)
         in_background = self._settings.asynchronous
         unmap = frees if in_background else temporary
-        of_sync = {"weight_version": version, "unmap_after": unmap, "partial": partial, "lora": lora}
-        options = replace(self._settings.update, **of_sync)
+        options = replace(self._settings.update, weight_version=version, unmap_after=unmap, partial=partial, lora=lora)
         self.failed, self._version = {}, global_steps
         if in_background:
             return self._sync_in_background(sender, named_tensors, options, global_steps)

@@ -221,22 +221,18 @@ class WeightSender(InBackground, UpdateSender):
             from sglang_reshard.sources.lora_config import with_base
 
             config = with_base(config)
-        adapter = WeightSender.__new__(WeightSender)
         lora = UpdateOptions(lora=[LoraAdapter(name, config)]).lora
         if base is not None:
             self.update(base)
-        adapter._begin(self._send, *self._join(name), lora)
-        self._adapters[name] = adapter
+        self._adapters[name] = adapter = WeightSender.__new__(WeightSender)
+        adapter._begin(self._send, *self._join(name))
+        adapter._lora = lora
         return adapter
 
     def lora_adapters(self) -> LoraAdapters:
         """Opens a session for any number of LoRA adapters that the same engine serves. Collective.
 
-            adapters = sender.lora_adapters()
-            adapters.update({"math": Adapter(adapter_config(model), adapter_tensors(model))}, weight_version="42")
-
-        Each update names its adapters, and updates all of them or none: see `LoraAdapters.update`. Requests see the
-        old adapters or the new ones. Otherwise as `lora_adapter`.
+        Each update names its adapters, and updates all of them or none: see `extras.lora_adapters`.
         """
         from sglang_reshard.extras.lora_adapters import LoraAdapters
 
@@ -256,18 +252,11 @@ class WeightSender(InBackground, UpdateSender):
     def _chosen(self, options: UpdateOptions | None, given: Mapping[str, Any], weights: Any) -> UpdateOptions:
         return UpdateOptions.of(options, {**given, "lora": self._lora} if self._lora else given, weights)
 
-    def _begin(
-        self,
-        send: Send | None,
-        session: Session,
-        rank: int,
-        global_ranks: tuple[int, ...],
-        options: SenderOptions,
-        lora: Sequence[LoraAdapter] = (),
-    ) -> None:
-        """`lora` is the adapter that all updates bring, in place of the model's own weights."""
-        super().__init__(session, rank, global_ranks, options)
-        self._send, self._lora = send, lora
+    def _begin(self, send: Send | None, *arguments: Any) -> None:
+        """`arguments` are those of `UpdateSender`."""
+        super().__init__(*arguments)
+        self._send = send
+        self._lora: Sequence[LoraAdapter] = ()  # that all updates bring, in place of the model's own weights
         self._adapters: dict[str, UpdateSender] = {}
         self.set_engines({_ENGINE: send})
 

@@ -16,20 +16,17 @@ import torch
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import LoraAdapter
-from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import NamedTensors, as_list
-from sglang_reshard.sources.flat import FlatBuffer
+from sglang_reshard.sources.flat import FlatBuffer, FlatMember
 from sglang_reshard.sources.fused import FusedTensor
 from sglang_reshard.trainer.coordinator import Send
-from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
+from sglang_reshard.trainer.options import UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from sglang_reshard.api.given import UpdateGiven
-
-_ENGINE = 0  # its number in the session
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +46,10 @@ class Adapter:
 class LoraAdapters(UpdateSender):
     """One trainer rank's end of a session for the LoRA adapters of one engine, see `WeightSender.lora_adapters`."""
 
-    def __init__(
-        self, send: Send | None, session: Session, rank: int, global_ranks: tuple[int, ...], options: SenderOptions
-    ) -> None:
-        super().__init__(session, rank, global_ranks, options)
-        self.set_engines({_ENGINE: send})
+    def __init__(self, send: Send | None, *arguments: Any) -> None:
+        """`arguments` are those of `UpdateSender`."""
+        super().__init__(*arguments)
+        self.set_engines({0: send})
 
     def update(
         self, adapters: Mapping[str, Adapter], options: UpdateOptions | None = None, **given: Unpack[UpdateGiven]
@@ -68,7 +64,7 @@ class LoraAdapters(UpdateSender):
         """
         lora = tuple(LoraAdapter(name, adapters[name].config, adapters[name].version) for name in sorted(adapters))
         chosen = replace(UpdateOptions.of(options, given), lora=lora)
-        outcome = self.update_engines(_rows(adapters, self._rank), chosen)[_ENGINE]
+        (outcome,) = self.update_engines(_rows(adapters, self._rank), chosen).values()
         if isinstance(outcome, ReshardError):
             raise outcome
         return outcome
@@ -82,19 +78,13 @@ def _rows(adapters: Mapping[str, Adapter], trainer_rank: int) -> Iterator[tuple[
 
 
 def _within(prefix: str, sharding: Any) -> Any:
-    """Returns a sharding that lists names with a prefix before these."""
-    if isinstance(sharding, FusedTensor):
-        return replace(sharding, slices=_slices(prefix, sharding.slices))
-    if isinstance(sharding, FlatBuffer):
-        return replace(sharding, members=_members(prefix, sharding.members))
-    return sharding
+    """Returns a sharding with the prefix before the names that it lists."""
+    lists = {FusedTensor: "slices", FlatBuffer: "members"}.get(type(sharding))
+    return replace(sharding, **{lists: _named(prefix, getattr(sharding, lists))}) if lists else sharding
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _slices(prefix: str, slices: Any) -> Any:
-    return tuple((prefix + name, box) for name, box in slices)
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _members(prefix: str, members: Any) -> Any:
-    return tuple(replace(m, name=prefix + m.name, slices=_slices(prefix, m.slices)) for m in members)
+def _named(prefix: str, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    if parts and isinstance(parts[0], FlatMember):
+        return tuple(replace(m, name=prefix + m.name, slices=_named(prefix, m.slices)) for m in parts)
+    return tuple((prefix + name, box) for name, box in parts)

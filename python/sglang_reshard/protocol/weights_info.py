@@ -46,8 +46,7 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
                      update left. All others have `version`
     paused           True while generation is paused: requests wait
     data_parallel_ranks  number of ranks among which requests are distributed
-    adapters     name of each LoRA adapter that the server has -> version of the update that brought it; empty if SGLang
-                 loaded it
+    adapters     name of each LoRA adapter -> version that an update brought; empty for one that SGLang loaded
     publication  the latest that the server holds or has held, see `protocol.publication`; 0 if none. Weights that
                  SGLang's own methods bring have none and leave it: they count as later
     """

@@ -78,8 +78,7 @@ class UpdateCoordinator:
             def request(engine: int) -> DistributedUpdateWeightsReq:
                 return self._request(channel, engine, statuses, published, options)
 
-            adapters = some_names([adapter.name for adapter in options.lora])
-            if_torn = _UNLOADED.format(adapters) if options.lora else _TORN
+            if_torn = _UNLOADED.format(some_names([a.name for a in options.lora])) if options.lora else _TORN
             answers = {engine: self._ask(channel, engine, request, report, if_torn) for engine in self._engines}
             results = {engine: answer.result() for engine, answer in answers.items()}
         with contextlib.suppress(ReshardError):

@@ -153,11 +153,10 @@ class UpdateOptions:
             object.__setattr__(self, name, patterns(given) if given else ())
         if self.rename is not None and not isinstance(self.rename, Renaming):
             object.__setattr__(self, "rename", Renaming.of(self.rename))
-        if self.lora:
+        for adapter in self.lora:
             from sglang_reshard.sources.lora_config import check_base
 
-            for adapter in self.lora:
-                check_base(adapter.config)
+            check_base(adapter.config)
 
     @property
     def renaming(self) -> Renaming | None:
