@@ -10,6 +10,7 @@ import torch
 
 from sglang_reshard.derived import DerivedState
 from sglang_reshard.engine.unread import left_alone_remark
+from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.regions import TensorSpec, aligned
 from sglang_reshard.plan import RankDemand, ReadPlan, TensorIndex, unread_tensors
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
@@ -132,8 +133,8 @@ class ReceivedAdapter(Target):
         return Program.whole(shapes, flat, (Step("", "use", self.use),))
 
     def on_host(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors in host memory, copied at once; if they are there, they are not copied."""
-        return self._within(self._memory.to("cpu"))
+        """Returns the tensors in host memory: copies of all at once, or these tensors if they are there."""
+        return self._within(self._memory.cpu()) if runtime().on_gpu(self._memory) else self.tensors
 
     def _within(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         parts = memory.split([aligned(spec.nbytes) for spec in self._specs])
