@@ -20,8 +20,8 @@ import rich as rich
 import torch
 import torch.distributed as dist
 from sglang_reshard import (
-    Adapter, ModuleReceiver, ModuleSender, MultiEngineSender, ParameterStream, Probe, RemoteEngine, ReshardPlan,
-    SenderOptions, SnapshotFollower, Snapshots, UpdateOptions, VerlEngine, WeightSender, first_not_finite, reshard,
+    ModuleReceiver, ModuleSender, MultiEngineSender, ParameterStream, Probe, RemoteEngine, ReshardPlan, SenderOptions,
+    SnapshotFollower, Snapshots, UpdateOptions, VerlEngine, WeightSender, first_not_finite, reshard,
 )
 from sglang_reshard.extras.diffusion.receiver import TransformerReceiver
 from sglang_reshard.extras.vllm.engine import send_to
