@@ -188,7 +188,7 @@ def several(job: dict[str, Any]) -> dict[str, Any]:
             for model in (run.model, run.reference):
                 for name, parameter in model.named_parameters():
                     if any(f".{adapter}." in name for adapter in names):
-                        parameter.mul_(1.5 + number)
+                        parameter.mul_(3 + number)
         sent = {n: Adapter(adapter_config(run.reference, n), adapter_tensors(run.model, n)) for n in names}
         why = ""
         if number == 2:
