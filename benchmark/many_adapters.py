@@ -33,8 +33,9 @@ def measure(engine: Any, adapters: Any, model: Any, count: int) -> Row:
     """stock: the last adapter says what it says by SGLang's own load of it, and not what the base model says."""
     from sglang_reshard import Adapter
 
-    sent = {f"adapter-{n}": Adapter(json.dumps(CONFIG), tensors_of(model)) for n in range(count)}
-    tensors = [tensor for adapter in sent.values() for tensor in adapter.tensors.values()]
+    of_each = {f"adapter-{n}": tensors_of(model) for n in range(count)}
+    sent = {name: Adapter(json.dumps(CONFIG), given) for name, given in of_each.items()}
+    tensors = [tensor for given in of_each.values() for tensor in given.values()]
 
     def update() -> float:
         for tensor in tensors:
@@ -43,7 +44,7 @@ def measure(engine: Any, adapters: Any, model: Any, count: int) -> Row:
 
     first, *others = (update() for _ in range(1 + UPDATES))
     last = f"adapter-{count - 1}"
-    stock = engine.engine.load_lora_adapter_from_tensors(f"stock-{count}", dict(sent[last].tensors), CONFIG)
+    stock = engine.engine.load_lora_adapter_from_tensors(f"stock-{count}", of_each[last], CONFIG)
     assert stock.success, stock.error_message
     sampling, names = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}, [last, f"stock-{count}", None]
     ours, theirs, base = (a["output_ids"] for a in engine.generate(None, sampling, [[5, 6, 7]] * 3, lora_path=names))
