@@ -48,7 +48,7 @@ def measure(engine: Any, adapters: Any, model: Any, count: int) -> Row:
     assert stock.success, stock.error_message
     sampling, names = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}, [last, f"stock-{count}", None]
     ours, theirs, base = (a["output_ids"] for a in engine.generate(None, sampling, [[5, 6, 7]] * 3, lora_path=names))
-    row = {"adapters": count, "tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
+    row = {"adapters": count, "tensors": len(tensors), "bytes": sum(t.nbytes for t in tensors)}
     return row | {"first_seconds": first, "seconds": statistics.median(others), "stock": ours == theirs != base}
 
 
@@ -69,8 +69,7 @@ def main() -> int:
         model.save_pretrained(folder)
         options = {**LORA, **slots, "dtype": "bfloat16", "skip_tokenizer_init": True}
         engine = live_engine(init_device_mesh("cpu", (1,)), Path(folder), **options)
-    adapters = engine.lora_adapters()
-    rows = [measure(engine, adapters, model, count) for count in COUNTS]
+    rows = [measure(engine, adapters, model, count) for adapters in [engine.lora_adapters()] for count in COUNTS]
     engine.shutdown()
     pages.publish("many-adapters", "python -m benchmark.many_adapters", rows)
     return 0 if all(row["stock"] for row in rows) else 1
