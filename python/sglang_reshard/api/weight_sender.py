@@ -230,10 +230,7 @@ class WeightSender(InBackground, UpdateSender):
         return adapter
 
     def lora_adapters(self) -> LoraAdapters:
-        """Opens a session for any number of LoRA adapters that the same engine serves. Collective.
-
-        Each update names its adapters, and updates all of them or none: see `extras.lora_adapters`.
-        """
+        """Opens a session in which an update brings any number of LoRA adapters, all or none, see `LoraAdapters`."""
         from sglang_reshard.extras.lora_adapters import LoraAdapters
 
         self._check_closed("", "lora_adapters was already called")
