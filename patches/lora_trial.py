@@ -43,10 +43,11 @@ def refusal(manager: LoRAManager, adapter: LoraAdapter, specs: Sequence[TensorSp
         for name, tensor in (tensors | lora_missing_experts.zeros(manager, tensors, options["r"])).items():
             tried._process_weight(name, tensor)
         if name := _dropped(tried, tensors):
-            return f"{name}: SGLang serves no adapter of this module. {_ADVICE}"
+            return f"the LoRA adapter {adapter.name}: {name}: SGLang serves no adapter of this module. {_ADVICE}"
         tried._normalize_weights()
         if name := _not_served(manager, tried):
-            return f"{name}: the engine adapts no such module of this layer, or an adapter of another one. {_ADVICE}"
+            why = "the engine adapts no such module of this layer, or an adapter of another one"
+            return f"the LoRA adapter {adapter.name}: {name}: {why}. {_ADVICE}"
         modules = manager.lora_modules, manager.embed_tokens_module, manager.lm_head_module
         _without_memory(manager.memory_pool).load_lora_weight_to_buffer(adapter.lora_id, 0, tried, *modules)
     except (AssertionError, IndexError, KeyError, RuntimeError, ValueError) as error:

@@ -123,11 +123,11 @@ def _release_pages(receiver: WeightReceiver) -> None:
 def _receiver(
     runner: ModelRunner, request: DistributedUpdateWeightsReq, drafts: Drafts, device: torch.device
 ) -> WeightReceiver:
-    """Returns what receives the model's weights, with those of its drafts, or those of a LoRA adapter."""
-    if request.lora is not None:
+    """Returns what receives the model's weights, with those of its drafts, or those of LoRA adapters."""
+    if request.lora:
         from sglang_reshard.patches import lora_adapters
 
-        return lora_adapters.receiver(runner, request.lora, *sglang_versions.engine_rank(runner))
+        return lora_adapters.receiver(runner, request, *sglang_versions.engine_rank(runner))
     updated = attached(runner, Updated)
     if updated.receiver is not None and updated.drafts != drafts.models:  # the sender's option has changed
         updated.receiver.close()
@@ -148,7 +148,7 @@ def _receiver(
 
 def _refusal(runner: ModelRunner, request: DistributedUpdateWeightsReq) -> str:
     """Returns why this engine must not be updated, however often one tries; empty if it can."""
-    if request.lora is not None:
+    if request.lora:
         from sglang_reshard.patches import lora_adapters
 
         return lora_adapters.refusal(runner, request.lora)

@@ -73,7 +73,7 @@ def update_weights_distributed(
         request = envelope.open(DistributedUpdateWeightsReq)
         writes = envelope.step in ("update", "commit")
         refusal = _refusal(self, request, writes) if envelope.step != "staged" else ""
-        of_all = request.draft and request.lora is None
+        of_all = request.draft and not request.lora
         drafts = draft_models.drafts_of(self) if of_all else draft_models.Drafts([])
         runner = self.tp_worker.model_runner
         output = model_runner.update_weights_distributed(runner, request, envelope.step, refusal, drafts)

@@ -138,11 +138,10 @@ async def _run(
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
     await weights_info.unshared(self)
     request = sound_weights.told(self, request)
-    if request.lora is None:
+    if not request.lora:
         return await _update(self, request, overdue, check)
     async with self.lora_update_lock:
-        lora = lora_names.with_lora_id(self, request.lora)
-        return await _update(self, msgspec.structs.replace(request, lora=lora), overdue, check)
+        return await _update(self, lora_names.with_lora_ids(self, request), overdue, check)
 
 
 async def _update(
@@ -193,16 +192,16 @@ async def _write(
             why = f"the answer of the engine's schedulers to {request.name()} was lost: {error}"
             output = DistributedUpdateWeightsOutput(success=False, message=why, torn=True, phase=metrics.ENGINE)
         if output.success:
-            if request.lora is None:
+            if not request.lora:
                 sound_weights.heal(self)
                 sound_weights.written(self)
                 output = weights_info.record(self, request, output)
                 messages = output.message, unreached(self.server_args)
                 output = msgspec.structs.replace(output, message="; ".join(filter(None, messages)))
             else:
-                await lora_names.updated(self, request.lora)
+                await lora_names.updated(self, request)
             self._update_weight_version_if_provided(request.weight_version)
-        elif output.torn and request.lora is not None:
+        elif output.torn and request.lora:
             lora_names.unload(self, request.lora, output.message)
         elif output.torn:
             sound_weights.mark(self, output.message)
@@ -233,7 +232,7 @@ def _refusal(manager: TokenizerManager, request: DistributedUpdateWeightsReq) ->
             f"staged=True with pp_size={manager.server_args.pp_size} is not supported: pipeline stages are updated "
             "while no request runs. Pass staged=False"
         )
-    if request.lora is not None and (reason := lora_names.refusal(manager, request.lora)):
+    if request.lora and (reason := lora_names.refusal(manager, request.lora)):
         return reason
     if reason := lora_names.counted_twice(manager, request):
         return reason

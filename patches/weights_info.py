@@ -55,6 +55,7 @@ class Record:
     others: str = ""  # version of the others; empty where that is the engine's weight_version
     whole_load: bool = False  # SGLang's last load from disk has filled every parameter of all engine ranks
     merged: tuple[str, ...] = ()  # LoRA adapters that an update has merged into weights that may still be live
+    adapters: dict[str, str] = field(default_factory=dict)  # SGLang's lora_id -> version of the update that brought it
     unmerged: tuple[str, ...] = ()  # parameters that the update has left which merged these
 
 
@@ -155,6 +156,7 @@ def _unknown(since: str) -> str:
 
 def current(manager: TokenizerManager) -> WeightsInfo:
     live, torn_reason = of(manager), sound_weights.torn(manager)
+    loaded = manager.lora_registry.get_all_adapters() if manager.server_args.enable_lora else {}
     now = WeightsInfo(
         version=str(sglang_versions.weight_version(manager) or ""),
         package_version=__version__,
@@ -164,6 +166,7 @@ def current(manager: TokenizerManager) -> WeightsInfo:
         under_way=bool(under_way(manager)),
         paused=bool(manager.is_pause),
         data_parallel_ranks=manager.server_args.dp_size,
+        adapters={name: live.adapters.get(reference.lora_id, "") for name, reference in loaded.items()},
         publication=live.publication,
     )
     if live.update is None or torn_reason:

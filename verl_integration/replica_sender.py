@@ -101,13 +101,14 @@ class ReplicaSender:
 
         started = time.perf_counter()
         config, named_tensors, temporary = lora_adapter(engine)
+        lora = (LoraAdapter(SGLANG_LORA_NAME, config),)
         if self._adapter_sender is None:
             if self._address is None:
                 raise Unsupported(_NO_REPLICAS)
-            options = replace(self._settings.sender, lora=LoraAdapter(SGLANG_LORA_NAME, config), delta="off")
+            options = replace(self._settings.sender, delta="off")
             self._adapter_sender = self._multi_sender(self._address.named("lora"), options)
         self._adapter_sender.set_engines(self._replicas)
-        return self._sync(self._adapter_sender, engine, named_tensors, temporary, global_steps, started)
+        return self._sync(self._adapter_sender, engine, named_tensors, temporary, global_steps, started, lora=lora)
 
     def _multi_sender(self, address: Address, options: SenderOptions, *, relay: bool = False) -> MultiEngineSender:
         ranks = tuple(range(dist.get_world_size()))
@@ -122,6 +123,7 @@ class ReplicaSender:
         global_steps: int | None,
         started: float,
         partial: bool = False,
+        lora: tuple[LoraAdapter, ...] = (),
     ) -> dict[str, float]:
         """`temporary`: the shards' memory is freed afterwards. Raises Mismatch for weights that `check_finite`
         refuses.
@@ -133,7 +135,7 @@ class ReplicaSender:
         frees = temporary or bool(engine.is_param_offload_enabled)
         in_background = self._settings.asynchronous
         unmap = frees if in_background else temporary
-        options = replace(self._settings.update, weight_version=version, unmap_after=unmap, partial=partial)
+        options = replace(self._settings.update, weight_version=version, unmap_after=unmap, partial=partial, lora=lora)
         self.failed, self._version = {}, global_steps
         if in_background:
             return self._sync_in_background(sender, named_tensors, options, global_steps)

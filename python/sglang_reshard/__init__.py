@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sglang_reshard.api.remote_engine import RemoteEngine as RemoteEngine
     from sglang_reshard.api.weight_sender import WeightSender as WeightSender
     from sglang_reshard.extras.finite import first_not_finite as first_not_finite
+    from sglang_reshard.extras.lora_adapters import Adapter as Adapter
     from sglang_reshard.extras.modules.receiver import ModuleReceiver as ModuleReceiver
     from sglang_reshard.extras.modules.sender import ModuleSender as ModuleSender
     from sglang_reshard.extras.parameter_stream import ParameterStream as ParameterStream
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from sglang_reshard.trainer.options import UpdateOptions as UpdateOptions
 
 _DEFINED_IN = {
+    "Adapter": "extras.lora_adapters",
     "DistributedUpdateWeightsOutput": "protocol.messages",
     "DistributedUpdateWeightsReq": "protocol.messages",
     "ModuleReceiver": "extras.modules.receiver",

@@ -51,7 +51,7 @@ def patches():
 @pytest.fixture
 def manager(patches):
     """SGLang's tokenizer manager, as far as it is looked at, after an update."""
-    arguments = SimpleNamespace(weight_version="42", nnodes=1, dp_size=1)
+    arguments = SimpleNamespace(weight_version="42", nnodes=1, dp_size=1, enable_lora=False)
     it = SimpleNamespace(enable_metrics=False, is_pause=False, server_args=arguments)
     ranks = (RankReport(0, 1, 1, 0, {}),)
     patches.weights_info.record(it, REQUEST, DistributedUpdateWeightsOutput(success=True, message="", ranks=ranks))

@@ -55,7 +55,7 @@ UPDATE = DistributedUpdateWeightsReq(
 UPDATES = (
     UPDATE,
     msgspec.structs.replace(UPDATE, staged=True, verify="full"),
-    msgspec.structs.replace(UPDATE, lora=LoraAdapter("policy", '{"r": 8}')),
+    msgspec.structs.replace(UPDATE, lora=(LoraAdapter("policy", '{"r": 8}'),)),
     msgspec.structs.replace(UPDATE, transport="nixl", around={"relay": encode(Relay("relay/1", ("a", "b"), 0, 1))}),
 )
 SHARE = ShareWeightsReq(package_version=__version__, protocol=PROTOCOL, timeout_s=5.0)

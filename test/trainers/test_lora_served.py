@@ -1,11 +1,14 @@
 """LoRA adapters that PEFT trains over FSDP, served as adapters by a real engine: only the adapter's tensors move.
 
 Compared with SGLang's own load of the adapter that PEFT has saved, slot by slot, and with PEFT's greedy tokens; with
-rsLoRA, whose scaling SGLang's own load does not know, with PEFT's log-probabilities.
+rsLoRA, whose scaling SGLang's own load does not know, with PEFT's log-probabilities. Several adapters of one update:
+with SGLang's own loads of them, and refused together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from sglang_reshard import WeightSender
+from sglang_reshard import Adapter, WeightSender
 from sglang_reshard.selftest.digests import digest, write_json
 from sglang_reshard.sources import adapter_config, adapter_tensors, base_tensors
 from support.live_engines import LORA, PROMPTS, greedy, live_digests, live_engine
@@ -61,14 +64,17 @@ def spoil_slots(model: nn.Module, named_tensors: Any) -> None:
     write_json([], named_tensors)
 
 
-def peft_model(rank: int = 4, **options: Any) -> PeftModel:
+def peft_model(rank: int = 4, others: Mapping[str, int] | None = None, **options: Any) -> PeftModel:
+    """`others`: further adapters, and their ranks."""
     torch.manual_seed(0)
-    config = LoraConfig(r=rank, lora_alpha=8, target_modules=MODULES, init_lora_weights=False, **options)
-    return get_peft_model(Qwen3ForCausalLM(CONFIG).float(), config)
+    common = {"lora_alpha": 8, "target_modules": MODULES, "init_lora_weights": False}
+    model = get_peft_model(Qwen3ForCausalLM(CONFIG).float(), LoraConfig(r=rank, **common, **options))
+    for name, other in (others or {}).items():
+        model.add_adapter(name, LoraConfig(r=other, **common))
+    return model
 
 
-def sharded(strategy: str) -> nn.Module:
-    model = peft_model()
+def sharded(strategy: str, model: PeftModel) -> nn.Module:
     if strategy == "FSDP1":
         policy = ModuleWrapPolicy({Qwen3DecoderLayer})
         device = torch.device("cpu")
@@ -84,11 +90,11 @@ class Job:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.folder = Path(job["folder"])
-        self.reference = peft_model().eval()
+        self.reference = peft_model(others=job.get("others")).eval()
         if dist.get_rank() == 0:
             Qwen3ForCausalLM(CONFIG).save_pretrained(self.folder / "model")  # other weights
         dist.barrier()
-        self.model = sharded(job["strategy"])
+        self.model = sharded(job["strategy"], peft_model(others=job.get("others")))
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(trained, lr=5.0)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -120,11 +126,12 @@ class Job:
             found.append(said[0, len(prompt) :].tolist())
         return found
 
-    def load_by_stock(self, name: str) -> None:
-        """SGLang's own load of the adapter that PEFT has saved."""
+    def load_by_stock(self, name: str, adapter: str = "default") -> None:
+        """SGLang's own load of an adapter that PEFT has saved."""
         if self.engine.engine is not None:
-            self.reference.save_pretrained(self.folder / name)
-            loaded = self.engine.engine.load_lora_adapter(name, str(self.folder / name))
+            self.reference.save_pretrained(self.folder / name, selected_adapters=[adapter])
+            saved = self.folder / name / ("" if adapter == "default" else adapter)
+            loaded = self.engine.engine.load_lora_adapter(name, str(saved))
             assert loaded.success, loaded.error_message
         dist.barrier()
 
@@ -164,6 +171,40 @@ def two_versions(job: dict[str, Any]) -> dict[str, Any]:
     seen["rooted"] = scaled_by_the_root(run)
     run.engine.shutdown()
     return seen
+
+
+def several(job: dict[str, Any]) -> dict[str, Any]:
+    """Two adapters in one update, one of them with a third, and good ones with one that no slot has room for.
+
+    After each, what every adapter says, and SGLang's own loads of those that were sent.
+    """
+    run, rounds = Job(job), []
+    run.engine.update_weights_from_tensor(base_tensors(run.model))
+    adapters = run.engine.lora_adapters()
+    large = peft_model(rank=16)
+    refused = Adapter(adapter_config(large), adapter_tensors(large))
+    for number, names in enumerate((("math", "code"), ("code", "default"), ("default", "math"))):
+        with torch.no_grad():
+            for model in (run.model, run.reference):
+                for name, parameter in model.named_parameters():
+                    if any(f".{adapter}." in name for adapter in names):
+                        parameter.mul_(3 + number)
+        sent = {n: Adapter(adapter_config(run.reference, n), adapter_tensors(run.model, n)) for n in names}
+        why = ""
+        if number == 2:
+            why = ": ".join(refusal_of(lambda sent=sent: adapters.update({**sent, "large": refused})))
+        else:
+            sent["code"] = replace(sent["code"], version=f"code-{number}")
+            adapters.update(sent, weight_version=str(number))
+        stock = {}
+        for name in names:
+            run.load_by_stock(f"{name}-{number}", name)
+            stock[name] = run.tokens(f"{name}-{number}")
+        told = {name: version for name, version in run.engine.weights_info().adapters.items() if "-" not in name}
+        served = {name: run.tokens(name) for name in told}
+        rounds.append({"served": served, "stock": stock, "versions": told, "refused": why, "base": run.tokens(None)})
+    run.engine.shutdown()
+    return {"rounds": rounds}
 
 
 def log_probs_of(model: PeftModel) -> list[list[float]]:
@@ -256,6 +297,23 @@ def test_an_engine_serves_the_adapter(strategy: str, sglang: str, tmp_path: Path
     torch.testing.assert_close(rooted["served"], rooted["expected"], rtol=1e-4, atol=1e-4)
     assert (rooted["otherwise"] - rooted["expected"]).abs().max() > 0.1
     record_property("trainer", shown(f"{strategy}, PEFT", "adapter_tensors", "auto", "run", 1.0))
+
+
+@pytest.mark.parametrize("sglang", ["pinned", pytest.param("newest", marks=pytest.mark.sweep)])
+def test_an_engine_serves_all_adapters_of_an_update_or_keeps_the_old_ones(sglang: str, tmp_path: Path) -> None:
+    with chosen(sglang):
+        jobs = run_trainers(2, several, tmp_path, strategy="FSDP2", tp_size=2, others={"math": 4, "code": 8})
+    first, second, refused = jobs[0]["rounds"]
+    assert first["served"] == first["stock"]
+    assert first["versions"] == {"math": "0", "code": "code-0"}
+    assert second["served"] == second["stock"] | {"math": first["stock"]["math"]}
+    assert second["versions"] == {"math": "0", "code": "code-1", "default": "1"}
+    assert "the LoRA adapter large is refused" in refused["refused"]
+    assert refused["served"] == second["served"]
+    assert refused["versions"] == second["versions"]
+    assert all(refused["stock"][name] != refused["served"][name] for name in ("default", "math")), "new weights differ"
+    said = [tokens for seen in (first, second) for tokens in (*seen["stock"].values(), seen["base"])]
+    assert len({str(tokens) for tokens in said}) == 5, "each adapter and version, and the base model, say otherwise"
 
 
 def adapter_bytes() -> int:

@@ -177,7 +177,7 @@ def test_whatever_the_gpu_does_has_ended_before_live_weights_are_written(noting:
     receiver = SimpleNamespace(update=write, commit=write)
     runner = SimpleNamespace(model=torch.nn.Linear(1, 1))
     attached(runner, model_runner.Updated).receiver = receiver
-    assert model_runner.update_weights_distributed(runner, SimpleNamespace(lora=None), step, "", Drafts([])) == "output"
+    assert model_runner.update_weights_distributed(runner, SimpleNamespace(lora=()), step, "", Drafts([])) == "output"
     assert noting.noted == ["synchronize", "written"]
 
 

@@ -23,6 +23,7 @@ LAYERS = (
     ("extras", "extras.diffusion"),
     ("extras.modules", "extras.parameter_stream", "extras.snapshots", "extras.verl_engine"),
     ("api", "patches"),
+    ("extras.lora_adapters",),
     ("extras.asynchronous", "extras.finite", "extras.probe", "extras.realloc", "extras.replicas", "extras.vllm"),
     ("trainer", "engine", "extras.request_mail"),
     ("routes",),

@@ -23,7 +23,7 @@ def model_with(**attributes):
         (True, None, "new", ""),
         (True, 3, "new", ""),
         (True, 2, "a", ""),
-        (True, 2, "new", "has 2 LoRA adapters, as many as max_loaded_loras=2 allows"),
+        (True, 2, "new", "has 2 LoRA adapters, and with new it would have more than max_loaded_loras=2"),
         (None, None, "a", "was started without LoRA"),
     ],
 )
@@ -32,7 +32,7 @@ def test_adapters_that_the_engine_cannot_have_are_refused(enabled, limit, name, 
         server_args=SimpleNamespace(enable_lora=enabled, max_loaded_loras=limit),
         lora_registry=SimpleNamespace(get_all_adapters=lambda: dict.fromkeys("ab")),
     )
-    refusal = lora_names.refusal(manager, LoraAdapter(name, "{}"))
+    refusal = lora_names.refusal(manager, [LoraAdapter(name, "{}")])
     assert says in refusal
     assert bool(refusal) == bool(says)
 

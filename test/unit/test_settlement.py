@@ -171,9 +171,9 @@ WEIGHTS = {"a": torch.ones(4)}
 
 def to_one(address, engine, **options):
     sender = WeightSender.within(
-        Session.join(address), trainer_rank=0, global_ranks=(0,), send=engine.send, timeout_s=TIMEOUT_S, **options
+        Session.join(address), trainer_rank=0, global_ranks=(0,), send=engine.send, timeout_s=TIMEOUT_S
     )
-    return sender, lambda: sender.update(WEIGHTS, weight_version="2")
+    return sender, lambda: sender.update(WEIGHTS, weight_version="2", **options)
 
 
 def to_several(address, engine, on_failure):
@@ -214,7 +214,7 @@ def to_one_that_pulls(address, engine):
 WAYS = {
     "one engine": to_one,
     "one that pulls": to_one_that_pulls,
-    "an adapter": lambda address, engine: to_one(address, engine, lora=LoraAdapter("style", "{}")),
+    "an adapter": lambda address, engine: to_one(address, engine, lora=[LoraAdapter("style", "{}")]),
     "several, raise": lambda address, engine: to_several(address, engine, "raise"),
     "several, exclude": lambda address, engine: to_several(address, engine, "exclude"),
 }

@@ -12,7 +12,7 @@ from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.sources import FlatBuffer, FlatMember, adapter_config, adapter_tensors, base_tensors, lora
 from sglang_reshard.sources.lora_config import check_base
-from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
+from sglang_reshard.trainer.options import UpdateOptions
 
 PAIR = ("lora_A.default.weight", "lora_B.default.weight")
 PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": {"up", "down"}, "bias": "none"}
@@ -364,7 +364,7 @@ def test_what_sglang_would_ignore_is_refused(options, said):
 @pytest.mark.parametrize("config", ["", "[]", PLAIN, "policy.json"])
 def test_what_is_no_configuration_is_refused(config):
     with pytest.raises(Mismatch, match=r"pass adapter_config\(model\)"):
-        SenderOptions(lora=LoraAdapter("policy", config))
+        UpdateOptions(lora=[LoraAdapter("policy", config)])
 
 
 def test_a_pattern_of_modules_may_be_written_out():

@@ -151,7 +151,7 @@ REQUEST = DistributedUpdateWeightsReq(
         ({"ignore": ("x" * 5000,)}, TOO_LONG),
         ({"apart": {"x" * 5000: ""}}, TOO_LONG),
         ({"apart": {"x": "y" * 5000}}, TOO_LONG),
-        ({"lora": LoraAdapter("policy", "x" * 5000)}, TOO_LONG),
+        ({"lora": (LoraAdapter("policy", "x" * 5000),)}, TOO_LONG),
         ({"around": {str(n): b"" for n in range(17)}}, r"`object` of length <= 16 - at `\$.around`"),
         ({"around": {"relay": bytes(1 << 25)}}, r"`bytes` of length <= 16777216 - at `\$.around"),
         ({"around": {"x" * 5000: b""}}, TOO_LONG),

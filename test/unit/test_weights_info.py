@@ -46,7 +46,7 @@ ALL = WeightsInfo(
 @pytest.fixture
 def manager():
     """SGLang's tokenizer manager, as far as it is looked at, after an update."""
-    arguments = SimpleNamespace(weight_version="42", dp_size=1)
+    arguments = SimpleNamespace(weight_version="42", dp_size=1, enable_lora=False)
     it = SimpleNamespace(enable_metrics=False, is_pause=False, server_args=arguments)
     weights_info.record(it, REQUEST, OUTPUT)
     return it

@@ -26,7 +26,6 @@ class SenderGiven(TypedDict, total=False):
     timeout_s: float
     delta: Delta
     delta_device: torch.device | None
-    lora: LoraAdapter | None
 
 
 class UnversionedGiven(TypedDict, total=False):
@@ -44,6 +43,7 @@ class UnversionedGiven(TypedDict, total=False):
     frozen: Sequence[str]
     only: Sequence[str]
     merged: Sequence[str]
+    lora: Sequence[LoraAdapter]
 
 
 class UpdateGiven(UnversionedGiven, total=False):

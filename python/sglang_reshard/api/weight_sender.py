@@ -10,6 +10,7 @@ the others, see `trainer.worker`. Its weights must not change until `update` ret
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from sglang_reshard.api.given import SenderGiven, UpdateGiven
     from sglang_reshard.extras.asynchronous.background import UpdateHandle
+    from sglang_reshard.extras.lora_adapters import LoraAdapters
     from sglang_reshard.extras.probe.probe import Probe
 
 _ENGINE, _NAME = 0, "engine"  # its number in the session, and its name for a probe
@@ -139,7 +141,7 @@ class WeightSender(InBackground, UpdateSender):
         update or died before the engine answered; if the engine's weights are torn, it refuses to generate. Raises
         ProbeMismatch after a successful update, if a probe's threshold is exceeded.
         """
-        weights, update = self._probed(probe, named_tensors, UpdateOptions.of(options, given, named_tensors))
+        weights, update = self._probed(probe, named_tensors, self._chosen(options, given, named_tensors))
         return update(weights)[_NAME]
 
     def update_async(
@@ -170,7 +172,7 @@ class WeightSender(InBackground, UpdateSender):
         already raised it; in this case nothing is copied. Call the same methods of a handle on all ranks. Only one
         thread may call methods of a sender; while the update runs, only methods of the handle may be called.
         """
-        chosen = UpdateOptions.of(options, given, named_tensors)
+        chosen = self._chosen(options, given, named_tensors)
         weights, update = self._probed(probe, named_tensors, dataclasses.replace(chosen, unmap_after=False))
 
         def run(copy: TrainerState | NamedTensors) -> UpdateReport:
@@ -214,26 +216,45 @@ class WeightSender(InBackground, UpdateSender):
         engine fails while it replaces the adapter, requests for it are refused until an update of it succeeds; the
         model and other adapters keep serving.
         """
-        if name in self._adapters and not self._adapters[name]._closed:
-            raise Mismatch(f"lora_adapter was already called for {name}; use the sender that it returned")
+        self._check_closed(name, f"lora_adapter was already called for {name}")
         if base is not None:
             from sglang_reshard.sources.lora_config import with_base
 
             config = with_base(config)
-        lora = LoraAdapter(name, config)
-        options = dataclasses.replace(self._options, lora=lora, delta="off")
+        lora = UpdateOptions(lora=[LoraAdapter(name, config)]).lora
         if base is not None:
             self.update(base)
-        session = Session.join(self.session.address.named(f"lora/{name}"), self.timeout_s)
         self._adapters[name] = adapter = WeightSender.__new__(WeightSender)
-        adapter._begin(self._send, session, self._rank, self._global_ranks, options)
+        adapter._begin(self._send, *self._join(name))
+        adapter._lora = lora
         return adapter
+
+    def lora_adapters(self) -> LoraAdapters:
+        """Opens a session in which an update brings any number of LoRA adapters, all or none, see `LoraAdapters`."""
+        from sglang_reshard.extras.lora_adapters import LoraAdapters
+
+        self._check_closed("", "lora_adapters was already called")
+        self._adapters[""] = adapters = LoraAdapters(self._send, *self._join(""))
+        return adapters
+
+    def _check_closed(self, name: str, already: str) -> None:
+        if name in self._adapters and not self._adapters[name]._closed:
+            raise Mismatch(f"{already}; use the sender that it returned")
+
+    def _join(self, name: str) -> tuple[Session, int, tuple[int, ...], SenderOptions]:
+        """Joins the session of an adapter, or of several. Returns the arguments of `UpdateSender`."""
+        session = Session.join(self.session.address.named(f"lora/{name}"), self.timeout_s)
+        return session, self._rank, self._global_ranks, dataclasses.replace(self._options, delta="off")
+
+    def _chosen(self, options: UpdateOptions | None, given: Mapping[str, Any], weights: Any) -> UpdateOptions:
+        return UpdateOptions.of(options, {**given, "lora": self._lora} if self._lora else given, weights)
 
     def _begin(self, send: Send | None, *arguments: Any) -> None:
         """`arguments` are those of `UpdateSender`."""
         super().__init__(*arguments)
         self._send = send
-        self._adapters: dict[str, WeightSender] = {}
+        self._lora: Sequence[LoraAdapter] = ()  # that all updates bring, in place of the model's own weights
+        self._adapters: dict[str, UpdateSender] = {}
         self.set_engines({_ENGINE: send})
 
     def close(self) -> None:

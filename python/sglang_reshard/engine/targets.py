@@ -10,7 +10,8 @@ import torch
 
 from sglang_reshard.derived import DerivedState
 from sglang_reshard.engine.unread import left_alone_remark
-from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.layout.regions import TensorSpec, aligned
 from sglang_reshard.plan import RankDemand, ReadPlan, TensorIndex, unread_tensors
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.trace.loader import NamesRead
@@ -106,11 +107,12 @@ class ReceivedAdapter(Target):
     Nothing is served from this memory: an update can still fail without consequences until `use`. The memory is kept
     for the next update.
 
-    tensors  name -> tensor, of the layout that was allocated last
+    tensors  name -> tensor, of the layout that was allocated last, all in one allocation
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._specs = device, tuple[TensorSpec, ...]()
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self.tensors: dict[str, torch.Tensor] = {}
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
@@ -122,13 +124,24 @@ class ReceivedAdapter(Target):
 
     def program(self, specs: Sequence[TensorSpec], may_stay: MayStay) -> Program:
         self.check(specs)
-        self.tensors = {}  # freed first
-        self.tensors = {
-            spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec), device=self._device) for spec in specs
-        }
+        self.tensors, self._memory = {}, torch.empty(0, dtype=torch.uint8)  # freed first
+        self._specs, nbytes = tuple(specs), sum(aligned(spec.nbytes) for spec in specs)
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self.tensors = self._within(self._memory)
         flat = {name: tensor.view(-1) for name, tensor in self.tensors.items()}
         shapes = {spec.name: tuple(spec.shape) for spec in specs}
         return Program.whole(shapes, flat, (Step("", "use", self.use),))
+
+    def on_host(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors in host memory: copies of all at once, or these tensors if they are there."""
+        return self._within(self._memory.cpu()) if runtime().on_gpu(self._memory) else self.tensors
+
+    def _within(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = memory.split([aligned(spec.nbytes) for spec in self._specs])
+        return {
+            spec.name: part[: spec.nbytes].view(torch_dtype(spec)).view(spec.shape)
+            for spec, part in zip(self._specs, parts, strict=True)
+        }
 
     def names_read(self, specs: Sequence[TensorSpec]) -> NamesRead:
         return NamesRead(frozenset(spec.name for spec in specs), "")

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from sglang_reshard.api.given import UpdateGiven
+    from sglang_reshard.extras.lora_adapters import LoraAdapters
 
 
 class VerlEngine:
@@ -144,6 +145,10 @@ class VerlEngine:
     def lora_adapter(self, name: str, config: str, base: NamedTensors | torch.nn.Module | None = None) -> WeightSender:
         """Returns a WeightSender for one LoRA adapter of the engine, see `WeightSender.lora_adapter`."""
         return self._sender.lora_adapter(name, config, base)
+
+    def lora_adapters(self) -> LoraAdapters:
+        """Returns what updates any number of the engine's LoRA adapters, see `WeightSender.lora_adapters`."""
+        return self._sender.lora_adapters()
 
     def generate(
         self,

@@ -50,15 +50,17 @@ Step = Literal["update", "stage", "staged", "commit", "share", "loaded"]
 
 
 class LoraAdapter(msgspec.Struct, frozen=True):
-    """The LoRA adapter whose tensors an update brings.
+    """A LoRA adapter whose tensors an update brings, as "NAME/TENSOR"; the only adapter of an update also as "TENSOR".
 
     name     under which requests ask for it, as `lora_path`
     config   PEFT's configuration of it, in JSON: r, lora_alpha, target_modules
+    version  of these weights, for `GET /weights_info`; by default the update's weight_version
     lora_id  SGLang's; added by the engine's tokenizer manager
     """
 
     name: Text
     config: Text
+    version: Text = ""
     lora_id: Text = ""
 
 
@@ -89,7 +91,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     staged           receive into shadow weights, and commit them once all have arrived and been verified
     unmap_after      unmap the trainer ranks' memory at the end; the next update maps it again
     draft            update the draft models of speculative decoding, too
-    lora             the adapter that is updated; None for the model's own weights
+    lora             the adapters that are updated, all or none; empty for the model's own weights
     merged           names of the adapters that are merged into the model's own weights
     around           routes around the transport -> what each of them is asked, see `routes`
     offers           trainer rank -> engine rank -> what it can take instead of all weights; empty if it cannot
@@ -123,7 +125,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     staged: bool = False
     unmap_after: bool = False
     draft: bool = True
-    lora: LoraAdapter | None = None
+    lora: Annotated[tuple[LoraAdapter, ...], Meta(max_length=_MOST_PATTERNS)] = ()
     merged: Texts = ()
     around: Annotated[dict[Text, Extra], Meta(max_length=16)] = {}
     offers: tuple[dict[RankNumber, Extra], ...] = ()

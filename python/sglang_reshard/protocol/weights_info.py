@@ -46,6 +46,7 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
                      update left. All others have `version`
     paused           True while generation is paused: requests wait
     data_parallel_ranks  number of ranks among which requests are distributed
+    adapters     name of each LoRA adapter -> version that an update brought; empty for one that SGLang loaded
     publication  the latest that the server holds or has held, see `protocol.publication`; 0 if none. Weights that
                  SGLang's own methods bring have none and leave it: they count as later
     """
@@ -67,4 +68,5 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     kept_versions: dict[str, tuple[str, ...]] = {}
     paused: bool = False
     data_parallel_ranks: int = 1
+    adapters: dict[str, str] = {}
     publication: int = 0

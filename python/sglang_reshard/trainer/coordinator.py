@@ -30,6 +30,7 @@ from sglang_reshard.protocol.publication import next_publication
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import ANSWER_S, TrainerChannel
 from sglang_reshard.routes import options_around
+from sglang_reshard.shown_names import some_names
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.trainer.publisher import PublishedShards
 from sglang_reshard.trainer.settlement import Settlement
@@ -77,7 +78,8 @@ class UpdateCoordinator:
             def request(engine: int) -> DistributedUpdateWeightsReq:
                 return self._request(channel, engine, statuses, published, options)
 
-            answers = {engine: self._ask(channel, engine, request, report) for engine in self._engines}
+            if_torn = _UNLOADED.format(some_names([a.name for a in options.lora])) if options.lora else _TORN
+            answers = {engine: self._ask(channel, engine, request, report, if_torn) for engine in self._engines}
             results = {engine: answer.result() for engine, answer in answers.items()}
         with contextlib.suppress(ReshardError):
             channel.end()
@@ -91,10 +93,9 @@ class UpdateCoordinator:
         engine: int,
         request: Callable[[int], DistributedUpdateWeightsReq],
         report: Callable[[DistributedUpdateWeightsOutput], UpdateReport],
+        if_torn: str,
     ) -> Future[Outcome[UpdateReport]]:
         """Sends a request in a thread, whose answer is given up soon after an abort of this engine's update."""
-        lora = self._config.lora
-        if_torn = _TORN if lora is None else _UNLOADED.format(lora.name)
         settlement = Settlement(channel.engine(engine), self._config.timeout_s, if_torn)
         result: Future[Outcome[UpdateReport]] = Future()
 
@@ -204,10 +205,10 @@ class UpdateCoordinator:
             frozen=tuple(options.frozen),
             only=tuple(options.only),
             verify=options.verify,
-            staged=options.staged or self._config.lora is not None,  # it costs an adapter nothing
+            staged=options.staged or bool(options.lora),  # it costs an adapter nothing
             unmap_after=options.unmap_after,
             draft=options.draft,
-            lora=self._config.lora,
+            lora=tuple(options.lora),
             merged=tuple(options.merged),
             around=self._around,
             offers=_offers(statuses, engine),

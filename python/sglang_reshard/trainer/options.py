@@ -49,10 +49,9 @@ class SenderOptions:
                   sent and the changes take at most half of their bytes. Trainer ranks keep the weights they have sent,
                   in the engine's dtypes; engines need only buckets for it
     delta_device  where trainer ranks keep them; by default where messages are packed
-    lora          the adapter to update, see `WeightSender.lora_adapter`; by default the model's own weights
 
-    Raises Mismatch for an unknown transport; Unsupported for sizes and times that are not positive, for delta="auto"
-    with a transport that sends nothing, and for an adapter that needs other base weights than the engine has.
+    Raises Mismatch for an unknown transport; Unsupported for sizes and times that are not positive, and for
+    delta="auto" with a transport that sends nothing.
     """
 
     transport: str = "auto"
@@ -60,7 +59,6 @@ class SenderOptions:
     timeout_s: float = DEFAULT_TIMEOUT_S
     delta: Delta = "off"
     delta_device: torch.device | None = None
-    lora: LoraAdapter | None = None
 
     def __post_init__(self) -> None:
         check_transport(self.transport)
@@ -73,10 +71,6 @@ class SenderOptions:
                 f"delta='auto' has no effect with transport={self.transport!r}, with which engine ranks read mapped "
                 "memory; use transport='auto', 'p2p' or 'nixl'"
             )
-        if self.lora is not None:
-            from sglang_reshard.sources.lora_config import check_base
-
-            check_base(self.lora.config)
 
     @classmethod
     def of(cls, options: SenderOptions | None, given: Mapping[str, Any]) -> SenderOptions:
@@ -128,8 +122,10 @@ class UpdateOptions:
     merged              names of the LoRA adapters that are merged into the weights; set for a PEFT model and for its
                         `base_tensors`. An engine that serves adapters refuses such weights; an engine with such weights
                         refuses adapters
+    lora                the adapters to update, see `WeightSender.lora_adapters`; by default the model's own weights
 
-    Raises Mismatch for an invalid `rename`, and Unsupported for an unknown `verify` or `flush_cache`.
+    Raises Mismatch for an invalid `rename`, and Unsupported for an unknown `verify` or `flush_cache`, and for an
+    adapter that needs other base weights than the engine has.
     """
 
     weight_version: str | None = None
@@ -145,6 +141,7 @@ class UpdateOptions:
     frozen: Sequence[str] = ()
     only: Sequence[str] = ()
     merged: Sequence[str] = ()
+    lora: Sequence[LoraAdapter] = ()
 
     def __post_init__(self) -> None:
         if self.verify not in _VERIFY:  # a call for each update, and to another file, is saved
@@ -156,6 +153,10 @@ class UpdateOptions:
             object.__setattr__(self, name, patterns(given) if given else ())
         if self.rename is not None and not isinstance(self.rename, Renaming):
             object.__setattr__(self, "rename", Renaming.of(self.rename))
+        for adapter in self.lora:
+            from sglang_reshard.sources.lora_config import check_base
+
+            check_base(adapter.config)
 
     @property
     def renaming(self) -> Renaming | None:

@@ -74,6 +74,7 @@ class UpdateSender:
         self._worker = TrainerWorker(session, rank, len(global_ranks), options.timeout_s, shared_state(options))
         self._engines: tuple[int, ...] = ()
         self._update = 0
+        self._adapter: str | None = None  # the first one that the last update brought
         self._updating = threading.Lock()
         self._channel: TrainerChannel | None = None  # of the update under way
         self._cancelled = ""  # why the update under way must end
@@ -115,9 +116,8 @@ class UpdateSender:
 
     @property
     def last_update(self) -> tuple[str, int, str | None]:
-        """The session's name, the number of its last update, and the LoRA adapter that it updates, if it does."""
-        lora = self._options.lora
-        return self.session.address.session, self._update, None if lora is None else lora.name
+        """The session's name, the number of its last update, and the LoRA adapter that it brought, if it did."""
+        return self.session.address.session, self._update, self._adapter
 
     def agree(self, own: bytes, method: str, timeout_s: float | None = None) -> bytes:
         """Returns what trainer rank 0 passes. Collective.
@@ -148,6 +148,7 @@ class UpdateSender:
     def _run_update(self, named_tensors: Weights, options: UpdateOptions) -> dict[int, UpdateReport | ReshardError]:
         started = time.perf_counter()
         self._update += 1
+        self._adapter = options.lora[0].name if options.lora else None
         rank_name, session = f"trainer rank {self._rank}", self.session.address.session
         labels = {"session": session, "update": self._update, "version": options.weight_version or ""}
         with log_context(**labels, rank=rank_name), self._span("reshard.update", **labels) as span:

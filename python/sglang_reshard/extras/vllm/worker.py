@@ -59,7 +59,7 @@ class ReshardWorker:
             self.reshard_receiver = WeightReceiver(target, self.rank, size, self.device)
         given = decode(request, DistributedUpdateWeightsReq)
         why = self.reshard_refusal
-        if given.lora is not None:
+        if given.lora:
             why = "LoRA adapters of a vLLM engine are not updated; send the merged weights"
         runtime().synchronize([self.device])  # a step in flight still reads the old weights
         return encode(self.reshard_receiver.update(given, why))
