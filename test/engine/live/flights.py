@@ -37,8 +37,9 @@ class Flight:
         self._engine.loop.run_until_complete(self._first.wait())
 
     def pause(self, mode: str) -> int:
-        """Wait for its first tokens, or for the next once it was resumed, pause; how many it had when the schedulers had
-        paused."""
+        """Wait for its first tokens, or the next after `resume`, pause; how many tokens it had when the schedulers had
+        paused.
+        """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         async def go() -> int:
