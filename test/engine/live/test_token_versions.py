@@ -7,6 +7,7 @@ the weights before where a pause in place has kept it. If a span ended one token
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +78,24 @@ def expected(folder: Path, tokens: list[int], spans: Sequence[Span], kept: Seque
 
     kept  for each span, whether its version continues from the cache that the versions before have computed
     """
-    ids, found, cache, read = PROMPT + tokens, [], None, 0
+    ids, found, kv, read = PROMPT + tokens, [], None, 0
     for (version, start, end), keeps in zip(spans, kept, strict=True):
         if not keeps:
-            cache, read = None, 0
-        model = AutoModelForCausalLM.from_pretrained(folder / f"checkpoint-{version[0]}", dtype=torch.float32).eval()
+            kv, read = None, 0
         last = len(PROMPT) + end - 1  # the last token's logits are of the token before
         with torch.no_grad():
-            output = model(torch.tensor([ids[read:last]]), past_key_values=cache, use_cache=True)
+            output = model_of(folder / f"checkpoint-{version[0]}")(
+                torch.tensor([ids[read:last]]), past_key_values=kv, use_cache=True
+            )
         scores = output.logits[0].log_softmax(-1)[len(PROMPT) + start - 1 - read :]
         found.append(scores.gather(1, torch.tensor(tokens[start:end])[:, None])[:, 0])
-        cache, read = output.past_key_values, last
+        kv, read = output.past_key_values, last
     return torch.cat(found)
+
+
+@cache
+def model_of(checkpoint: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
 def moved(spans: Sequence[Span], boundary: int, by: int) -> list[Span]:
@@ -97,14 +104,7 @@ def moved(spans: Sequence[Span], boundary: int, by: int) -> list[Span]:
     return [(version, start, end) for (version, *_), start, end in zip(spans, [0, *ends], ends, strict=False)]
 
 
-@pytest.mark.parametrize(
-    ("end", "overlaps"),
-    [
-        ("pinned", False),
-        ("pinned", True),
-        ("newest", False),
-    ],
-)
+@pytest.mark.parametrize(("end", "overlaps"), [("pinned", False), ("pinned", True), ("newest", False)])
 def test_each_token_is_of_the_version_that_it_says(end: str, overlaps: bool, tmp_path: Path) -> None:
     job = {"source_tp": 1, "target_tp": 1, "dtype": "float32", "disable_overlap_schedule": not overlaps}
     with chosen(end):
