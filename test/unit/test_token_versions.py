@@ -24,8 +24,8 @@ class Request:
         return self.ended
 
     def sent(self, offset: int = 0) -> list[Any]:
-        spans = self.customized_info["weight_versions"][offset : len(self.output_ids)]
-        return [(span["version"], span["start"], span["end"]) for span in spans]
+        found = self.customized_info["weight_versions"][offset : len(self.output_ids)]
+        return [(span["version"], span["start"], span["end"]) for span in found]
 
     def end(self) -> list[Any]:
         self.ended = True
@@ -36,7 +36,8 @@ class Scheduler:
     """With overlap scheduling: `step` computes a token per request, and processes the tokens of the step before."""
 
     def __init__(self, *requests: Request) -> None:
-        self.requests, self.result_queue = list(requests), deque()
+        self.requests = list(requests)
+        self.result_queue: deque[Any] = deque()
         self.server_args = SimpleNamespace(weight_version="1")
         self.handlers: dict[type, Any] = {}
         self._request_dispatcher = SimpleNamespace(_mapping=self.handlers)
@@ -136,7 +137,7 @@ def test_a_request_that_ends_in_flight_is_sent_before_its_result_is_processed() 
     scheduler = Scheduler(it)
     seen = []
 
-    class Sends(deque):  # what SGLang does inside of process_batch_result
+    class Sends(deque[Any]):  # what SGLang does inside of process_batch_result
         def popleft(self) -> Any:
             batch, tokens = super().popleft()
             it.output_ids += [0] * tokens

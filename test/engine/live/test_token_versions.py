@@ -29,14 +29,16 @@ Span = tuple[str, int, int]
 
 
 def while_weights_change(job: dict[str, Any]) -> dict[str, Any]:
-    """Requests that are paused, once and twice, while other weights come; that a staged update waits for; and later
-    ones."""
+    """Requests that are paused, once and twice, while other weights come, one that a staged update waits for, and ones
+    that begin after these.
+    """
     run = Job(job)
-    states = {}
+    states: dict[str, dict[str, torch.Tensor]] = {}
     for version in ("1", "2", "3"):
         run.step_and_save(version)
         states[version] = {n: p.detach().clone() for n, p in run.trainer.model.named_parameters()}
-    engine, seen = run.engine.engine, {}
+    engine = run.engine.engine
+    seen: dict[str, Any] = {}
 
     def update(version: str, name: str, **options: Any) -> None:
         run.engine.update_weights_from_tensor(states[version].items(), weight_version=f"{version} {name}", **options)
@@ -78,7 +80,8 @@ def expected(folder: Path, tokens: list[int], spans: Sequence[Span], kept: Seque
 
     kept  for each span, whether its version continues from the cache that the versions before have computed
     """
-    ids, found, kv, read = PROMPT + tokens, [], None, 0
+    ids, kv, read = PROMPT + tokens, None, 0
+    found: list[torch.Tensor] = []
     for (version, start, end), keeps in zip(spans, kept, strict=True):
         if not keeps:
             kv, read = None, 0
