@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ class Request:
     def __init__(self, *output_ids: int) -> None:
         self.output_ids, self.ended = list(output_ids), False
         self.customized_info: dict[str, Any] = {}
+        self.weight_version_events: list[Event] = []
         token_versions.watch(None, self)
 
     def finished(self) -> bool:
@@ -205,6 +207,33 @@ def test_later_versions_record_themselves() -> None:
     token_versions.record(it, "7")
     token_versions.record(it, None)
     assert told == ["7", None]
+
+
+def test_a_batch_in_flight_is_of_the_old_version_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving, it = SimpleNamespace(weight_version="1"), Request()
+    scheduler = Scheduler(it)
+    monkeypatch.setitem(
+        sys.modules,
+        "sglang.srt.runtime_context",
+        SimpleNamespace(get_serving=lambda: serving),  # type: ignore[arg-type]
+    )
+
+    def stock(_scheduler: Scheduler, new_version: str) -> None:
+        if it.output_ids and new_version != serving.weight_version:
+            it.weight_version_events.append(Event(serving.weight_version, len(it.output_ids)))
+        serving.weight_version = new_version
+
+    scheduler.step()
+    scheduler.step()
+    token_versions.around_record(stock, scheduler, new_version="1")
+    assert it.weight_version_events == []
+    token_versions.around_record(stock, scheduler, new_version="2")
+    scheduler.step()
+    scheduler.step()
+    assert spans(it.weight_version_events, "2", 3) == [
+        {"version": "1", "start": 0, "end": 2},
+        {"version": "2", "start": 2, "end": 3},
+    ]
 
 
 def test_an_answer_of_the_openai_api_has_them_in_its_metadata() -> None:
