@@ -16,6 +16,7 @@ A request of an update passes:
     weights_sharing.py          POST /pull_weights and /share_weights: from one server to another, without a trainer
     scheduler.py                checks the scheduler's state; flushes the cache; catches all exceptions
     cache_versions.py           or keeps the cache of each weight version apart
+    token_versions.py           records which weights have computed which output tokens
     pipeline.py                 lets all stages of a pipelined engine handle it together
     model_runner.py             the live parameters: `sglang_reshard.engine.receiver.WeightReceiver`
     repacking.py                whose modules are remembered as SGLang built them, before it repacked them

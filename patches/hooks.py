@@ -37,6 +37,8 @@ def register() -> None:
         repacking,
         request_gate,
         scheduler,
+        sglang_versions,
+        token_versions,
         weights_info,
     )
 
@@ -86,10 +88,19 @@ def register() -> None:
         (HookType.AROUND, manager, "update_weights_from_ipc", weights_info.around_update),
         (HookType.AROUND, manager, "begin_weight_update", weights_info.around_write),  # writes nothing itself
         (HookType.AROUND, manager, "release_memory_occupation", weights_info.around_release),
+        (HookType.AROUND, "managers.scheduler.Scheduler", "record_weight_version_change", token_versions.around_record),
+    )
+    until_0518 = (
+        ("managers.scheduler.Scheduler.init_request_dispatcher", token_versions.begin),
+        ("managers.schedule_batch.Req.__init__", token_versions.watch),
+        (f"{mixin}.init_communicators", token_versions.extend),
     )
     for kind, hooks in ((HookType.BEFORE, before), (HookType.AFTER, after), (HookType.AROUND, around)):
         for target, hook in hooks:
             HookRegistry.register(f"sglang.srt.{target}", hook, kind)
+    if not sglang_versions.reports_token_versions(pkgutil.resolve_name("sglang.srt.managers.scheduler.Scheduler")):
+        for target, hook in until_0518:
+            HookRegistry.register(f"sglang.srt.{target}", hook, HookType.AFTER)
     for kind, owner, method, hook in if_there:
         if hasattr(pkgutil.resolve_name(f"sglang.srt.{owner}"), method):
             HookRegistry.register(f"sglang.srt.{owner}.{method}", hook, kind)

@@ -16,6 +16,7 @@ from sglang_reshard.patches import (
     model_runner,
     prefill_decode,
     sglang_versions,
+    token_versions,
 )
 from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
 from sglang_reshard.patches.pipeline import PipelineStage
@@ -79,7 +80,7 @@ def update_weights_distributed(
         output = model_runner.update_weights_distributed(runner, request, envelope.step, refusal, drafts)
         written = writes and output.success
         if written:
-            sglang_versions.record_weight_version(self, request.weight_version)
+            token_versions.record(self, request.weight_version)
             if request.flush_cache == BY_VERSION:
                 cache_versions.begin(self)
             elif request.flush_cache:

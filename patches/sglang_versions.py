@@ -116,10 +116,9 @@ def weight_update_session_open(scheduler: Scheduler) -> bool:
     return getattr(getattr(scheduler, "weight_updater", None), "_session", None) is not None
 
 
-def record_weight_version(scheduler: Scheduler, version: str | None) -> None:
-    """From 0.5.19 schedulers report for each request the version that its tokens were generated with."""
-    if version is not None and hasattr(scheduler, "record_weight_version_change"):
-        scheduler.record_weight_version_change(new_version=version)
+def reports_token_versions(scheduler: Scheduler | type[Scheduler]) -> bool:
+    """Returns whether schedulers report which version has computed each token of a request, as from 0.5.19 on."""
+    return hasattr(scheduler, "record_weight_version_change")
 
 
 def batches(scheduler: Scheduler) -> list[Any]:

@@ -7,6 +7,7 @@ import inspect
 import json
 import pickle
 import pkgutil
+import random
 import sys
 from importlib import metadata
 from types import SimpleNamespace
@@ -68,6 +69,7 @@ def look() -> dict[str, Any]:
         "unsupported": refusals(ServerArgs),
         "options": list(options(ServerArgs)),
         "embeddings": embeddings_before_and_after(),
+        "spans": spans_alike(),
     }
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.no_such_method", hooks.installed_version)
     HookRegistry.apply_hooks()
@@ -105,6 +107,25 @@ def embeddings_before_and_after() -> list[int]:
     sizes = [len(module.embedding_cache)]
     sglang_versions.clear_embedding_cache()
     return [*sizes, len(module.embedding_cache)]
+
+
+def spans_alike() -> list[bool]:
+    """Whether SGLang computes the same spans, of events that are drawn; nothing until 0.5.18."""
+    from sglang_reshard.patches.token_versions import Event, spans
+
+    try:
+        from sglang.srt.utils.weight_versions import compute_weight_version_spans
+    except ImportError:
+        return []
+    drawn, alike = random.Random(1), []
+    for _ in range(200):
+        counts = sorted(drawn.choice([drawn.randint(1, 9), 1 << 62]) for _ in range(drawn.randint(0, 4)))
+        events, tokens = [Event(drawn.choice("123"), count) for count in counts], drawn.randint(0, 9)
+        theirs = compute_weight_version_spans(events, current_version="4", num_output_tokens=tokens)
+        alike.append(
+            spans(events, "4", tokens) == [{"version": s.version, "start": s.start, "end": s.end} for s in theirs]
+        )
+    return alike
 
 
 def options(server_args: type) -> dict[str, Any]:

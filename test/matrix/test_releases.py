@@ -29,13 +29,18 @@ RELEASES = [
     "0.5.12.post1", "0.5.13", "0.5.13.post1", "0.5.14", "0.5.15", "0.5.15.post1", "0.5.16", "0.5.17", "0.5.18",
     "0.5.19", "0.5.20", "0.5.21", "0.5.22",
 ]  # fmt: skip
+SINCE = {  # the release from which a target exists
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.begin_weight_update": "0.5.21",
+    "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change": "0.5.19",
+}
+UNTIL_0518 = "sglang.srt.managers.schedule_batch.Req.__init__"
 # Targets of hooks whose parameters are not 0.5.12's in some release. The hooks of these take any.
 OTHER_PARAMETERS = {
     "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._init_req_state",
+    UNTIL_0518,
 }
-SESSIONS = "sglang.srt.managers.tokenizer_manager.TokenizerManager.begin_weight_update"  # from 0.5.21
 
 
 @pytest.fixture(scope="module", params=RELEASES)
@@ -71,9 +76,11 @@ def test_the_hooks_find_their_targets(release: Path, pinned: dict[str, Any], rec
     assert seen["told"] == __version__
     assert all(seen["methods"])
     assert seen["received"] == pinned["received"]
-    parameters = {**seen["parameters"]}
-    assert (parameters.pop(SESSIONS, None) is not None) == (Version(seen["version"]) >= Version("0.5.21"))
-    assert parameters.keys() == pinned["parameters"].keys()
+    parameters, version = {**seen["parameters"]}, Version(seen["version"])
+    for target, since in SINCE.items():
+        assert (parameters.pop(target, None) is not None) == (version >= Version(since))
+    assert (UNTIL_0518 in parameters) == (version < Version("0.5.19"))
+    assert {UNTIL_0518, *parameters} == set(pinned["parameters"])
     other = {target: names for target, names in parameters.items() if names != pinned["parameters"][target]}
     assert {target: names for target, names in other.items() if target not in OTHER_PARAMETERS} == {}
     says = f"{len(seen['hooks'])} hooks"

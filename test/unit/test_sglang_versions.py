@@ -55,15 +55,6 @@ def kept(**more: Any) -> Any:
     return it.rid_to_state
 
 
-def recorded(*versions: str | None) -> list[str]:
-    told: list[str] = []
-    sglang_versions.record_weight_version(SimpleNamespace(), "7")
-    for version in versions:
-        it = SimpleNamespace(record_weight_version_change=lambda new_version: told.append(new_version))
-        sglang_versions.record_weight_version(it, version)
-    return told
-
-
 AT_START = SimpleNamespace(weight_version="of the start")
 OFFLOADED, NEW = SimpleNamespace(offload_tags={"weights"}), SimpleNamespace
 
@@ -84,7 +75,8 @@ OFFLOADED, NEW = SimpleNamespace(offload_tags={"weights"}), SimpleNamespace
         (lambda: sglang_versions.weight_update_session_open(NEW(weight_updater=OFFLOADED)), False),
         (lambda: sglang_versions.weight_update_session_open(NEW(weight_updater=NEW(_session=None))), False),
         (lambda: sglang_versions.weight_update_session_open(NEW(weight_updater=NEW(_session=object()))), True),
-        (lambda: recorded("7", None), ["7"]),
+        (lambda: sglang_versions.reports_token_versions(NEW()), False),
+        (lambda: sglang_versions.reports_token_versions(NEW(record_weight_version_change=None)), True),
         (lambda: sglang_versions.batches(NEW(running_batch="a", last_batch=None, cur_batch="c")), ["a", "c"]),
         (lambda: sglang_versions.batches(NEW(running_batch="a", last_batch="b", cur_batch_for_debug="c")), ["a", "b"]),
         (lambda: sglang_versions.holds_kv_cache(NEW(req_pool_idx=None)), False),

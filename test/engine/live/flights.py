@@ -12,22 +12,24 @@ _ON_THEIR_WAY_S = 1.0
 class Flight:
     """A request of rank 0's that is being served while weights change."""
 
-    def __init__(self, engine: Any, prompt: list[int], new_tokens: int) -> None:
+    def __init__(self, engine: Any, prompt: list[int], new_tokens: int, **options: Any) -> None:
         self._engine = engine
         self._first = asyncio.Event()
-        self._task = engine.loop.create_task(self._generate(prompt, new_tokens))
+        self._task = engine.loop.create_task(self._generate(prompt, new_tokens, options))
         self.tokens: list[int] = []
         self.count = 0
         self.reason: dict[str, Any] = {}
+        self.meta_info: dict[str, Any] = {}  # with its last tokens
 
-    async def _generate(self, prompt: list[int], new_tokens: int) -> None:
+    async def _generate(self, prompt: list[int], new_tokens: int, options: dict[str, Any]) -> None:
         chunks = await self._engine.async_generate(
-            input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": new_tokens}, stream=True
+            input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": new_tokens}, stream=True, **options
         )
         async for chunk in chunks:
             self.tokens = list(chunk["output_ids"])
             self.count = chunk["meta_info"]["completion_tokens"]
-            self.reason = chunk["meta_info"]["finish_reason"] or {}
+            self.meta_info = chunk["meta_info"]
+            self.reason = self.meta_info["finish_reason"] or {}
             self._first.set()
 
     def wait(self) -> None:
@@ -35,7 +37,9 @@ class Flight:
         self._engine.loop.run_until_complete(self._first.wait())
 
     def pause(self, mode: str) -> int:
-        """Wait for its first tokens, pause; how many tokens it had when the schedulers had paused."""
+        """Wait for its first tokens, or the next after `resume`, pause; how many tokens it had when the schedulers had
+        paused.
+        """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         async def go() -> int:
@@ -52,11 +56,15 @@ class Flight:
 
         return self._engine.loop.run_until_complete(go())
 
-    def go_on(self) -> dict[str, Any]:
+    def resume(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
+        self._first.clear()
         request = ContinueGenerationReqInput()
         self._engine.loop.run_until_complete(self._engine.tokenizer_manager.continue_generation(request))
+
+    def go_on(self) -> dict[str, Any]:
+        self.resume()
         return self.end()
 
     def end(self) -> dict[str, Any]:

@@ -37,7 +37,8 @@ class Job:
         self.seen: dict[str, Any] = {}
 
     def start(self, mesh: DeviceMesh) -> VerlEngine:
-        options = {name: self.job[name] for name in ("transport", "bucket_bytes", "dtype") if name in self.job}
+        names = ("transport", "bucket_bytes", "dtype", "disable_overlap_schedule")
+        options = {name: self.job[name] for name in names if name in self.job}
         return live_engine(mesh, self.model_path, tp_size=self.job["target_tp"], load_format="dummy", **options)
 
     def update(self, version: str, **options: Any) -> dict[str, Any]:

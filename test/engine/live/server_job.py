@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from support.live_engines import greedy, live_engine
 from support.refusals import refusal_of
 
 SLOW_S = 3.0
+SPANNING = 150  # new tokens of requests that are being served while weights change
 PROMPTS = [[5, 6, 7, 8], [100, 200]]
 
 
@@ -141,6 +143,45 @@ def keys_like_marks(job: dict[str, Any]) -> dict[str, list[int]]:
     after = [[cached(key) for key in keys] for _ in range(2)]
     sender.close()
     return {"cold": before[0] + after[0], "warm": before[1] + after[1]}
+
+
+def answers_of_two_versions(job: dict[str, Any]) -> dict[str, Any]:
+    """What OpenAI's endpoints answer, and SGLang's, to requests that are paused in place for an update."""
+    run = Served(job)
+    sender = run.sender()
+    sender.update(run.named(), weight_version="first")
+    body = {"temperature": 0, "max_tokens": SPANNING, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": SPANNING, "ignore_eos": True}
+    asked = {
+        "/v1/completions": {**body, "prompt": "A shard"},
+        "/v1/chat/completions": {**body, "messages": [{"role": "user", "content": "A shard"}]},
+        "/generate": {"text": "A shard", "sampling_params": sampling, "stream": True},
+    }
+    headers, paused = {"Authorization": f"Bearer {job['key']}"}, threading.Event()
+
+    def ask(path: str) -> Any:
+        with httpx.stream("POST", f"{job['url']}{path}", json=asked[path], headers=headers, timeout=120) as answer:
+            lines = []
+            for line in answer.iter_lines():
+                lines.append(line)
+                paused.set()  # by the first token of a stream, long before any other answer comes
+        last = [line.removeprefix("data: ") for line in lines if line and "[DONE]" not in line][-1]
+        said = msgspec.json.decode(last)
+        return said.get("metadata") or said["meta_info"]
+
+    def control(path: str, **options: Any) -> None:
+        httpx.post(f"{job['url']}{path}", json=options, headers=headers, timeout=60).raise_for_status()
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = {path: pool.submit(ask, path) for path in asked}
+        paused.wait()
+        control("/pause_generation", mode="in_place")
+        run.scale(1.5)
+        sender.update(run.named(), weight_version="second", flush_cache=False)
+        control("/continue_generation")
+        seen = {path: answer.result() for path, answer in answers.items()}
+    sender.close()
+    return {path: [said["weight_version"], said["weight_versions"]] for path, said in seen.items()}
 
 
 def under_load(job: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine]
 TP, KEY = 2, "the admin's key"
+SPANNING = 150  # server_job's
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,17 @@ def test_no_client_names_the_cache_of_another_version(server: str, tmp_path: Pat
     (seen,) = run_trainers(1, "server_job:keys_like_marks", tmp_path, url=server, key=KEY, target_tp=TP)
     assert set(seen["cold"]) == {0}
     assert min(seen["warm"]) > 0, "each finds its own"
+
+
+def test_answers_have_the_versions_of_their_tokens(server: str, tmp_path: Path) -> None:
+    (seen,) = run_trainers(1, "server_job:answers_of_two_versions", tmp_path, url=server, key=KEY, target_tp=TP)
+    assert len(seen) == 3
+    for path, (last, spans) in seen.items():
+        assert [(span["version"], span["start"], span["end"]) for span in spans] == [
+            ("first", 0, spans[0]["end"]),
+            ("second", spans[0]["end"], SPANNING),
+        ], path
+        assert last == "second"
 
 
 def test_parameters_that_a_trainer_broadcasts_are_taken_version_by_version(server: str, tmp_path: Path) -> None:
