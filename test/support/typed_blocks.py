@@ -70,6 +70,7 @@ piece: torch.Tensor
 target: Sequence[tuple[str, torch.Tensor]]
 draft: Sequence[tuple[str, torch.Tensor]]
 parameters: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
+prompt: str
 prompts: list[list[int]]
 sender: WeightSender
 adapter: WeightSender

@@ -83,7 +83,7 @@ def of_servers(job: dict[str, Any]) -> list[str]:
         "engine": RemoteEngine(url, admin_api_key=key), "probe": Probe([[1, 2, 3]], logprobs=model),
         "verl_engine": VerlEngine(device_mesh_cpu=mesh["tp"], backend="server", url=url, admin_api_key=key),
         "train": lambda model: trainer.step(), "train_step": lambda model: trainer.step(),
-        "train_one_step": trainer.step, "train_next_step": trainer.step, "prompts": [[5, 6, 7]],
+        "train_one_step": trainer.step, "train_next_step": trainer.step, "prompts": [[5, 6, 7]], "prompt": "The",
         "to_checkpoint_name": lambda name: name.removeprefix("actor."),
         "tokenizer": AutoTokenizer.from_pretrained(job["model"]),
     }  # fmt: skip

@@ -33,6 +33,8 @@ LEFT = {
     "LoraConfig": "is PEFT's",
     "send_to": "needs vLLM; test/other_engines",
     "TransformerReceiver": "needs SGLang's diffusion engine; test/other_engines",
+    "adapter.to_hf": "needs torchtitan's model; test_source_conversion.py has a stand-in",
+    "without_norms": "needs a trainer's own conversion; test_source_conversion.py",
     "import ray": "needs a cluster",
     "session.address, trainer_rank": "trainer rank 0 alone runs its first line; several-engines.md has the whole",
     "answer.torn": "a request is made by a sender",
