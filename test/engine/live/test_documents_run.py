@@ -76,6 +76,6 @@ def test_every_block_runs_or_says_why_not(model: Path, tmp_path: Path) -> None:
         file = tmp_path / "blocks.json"
         file.write_text(json.dumps(ready))
         given = {"file": str(file), "urls": [url, other], "key": KEY, "model": str(model)}
-        ran = run_trainers(2, "documents_job:run_all", tmp_path, deadline_s=300, **given)
+        ran = run_trainers(2, "documents_job:run_all", tmp_path, deadline_s=600, **given)
     for rank in ran:
         assert sorted({f"{document}:{line}" for document, line, _ in ready} - set(rank)) == []
