@@ -10,7 +10,7 @@ import builtins
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from support.documents import ROOT, numbered_blocks, text
@@ -109,6 +109,7 @@ llm: Any
 pipeline: Any
 trainer_ranks: Any
 """
+# (document, name) -> the name above that has this document's type
 ELSEWHERE = {
     ("docs/usage/running-requests.md", "engine"): "verl_engine",
     ("docs/usage/lora.md", "model"): "peft_model",
@@ -133,20 +134,17 @@ def names_used(body: str) -> set[str]:
     return {name for name, loaded in names if loaded} - defined - set(dir(builtins)) - {"__name__"}
 
 
-def complaints(
-    blocks: Sequence[tuple[str, int, str]], assumed: str, elsewhere: Mapping[tuple[str, str], str], folder: Path
-) -> list[str]:
-    """Returns what mypy, run once, says of blocks (document, line, body). Programs begin in line 1 and assume nothing.
+def complaints(blocks: Sequence[tuple[str, int, str]], folder: Path) -> list[str]:
+    """Returns what mypy, run once, says of blocks (document, line, body).
 
-    assumed    a module that declares the names that blocks use
-    elsewhere  (document, name) -> the name in that module which has this document's type
+    Programs begin in line 1 and assume nothing.
     """
-    (folder / "assumed.py").write_text(assumed)
+    (folder / "assumed.py").write_text(ASSUMED)
     for number, (document, line, body) in enumerate(blocks):
         before = [""] * (line - 1)
         body = _ELLIPSIS.sub("given", body) if before else body
         if before and (used := sorted(names_used(body))):
-            named = ", ".join(f"{elsewhere.get((document, name), name)} as {name}" for name in used)
+            named = ", ".join(f"{ELSEWHERE.get((document, name), name)} as {name}" for name in used)
             before[0] = f"from assumed import {named}"
         (folder / f"block_{number}.py").write_text("\n".join([*before, body, _SETTINGS]))
     command = [sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context", *map(str, folder.iterdir())]

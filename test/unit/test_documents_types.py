@@ -9,14 +9,14 @@ import pytest
 
 from sglang_reshard import SenderOptions
 from support.documents import DOCUMENTS, EXAMPLES, text
-from support.typed_blocks import ASSUMED, ELSEWHERE, complaints, typed_blocks
+from support.typed_blocks import complaints, typed_blocks
 
 
 def test_a_wrong_block_is_noticed_and_neither_documents_nor_examples_have_one(tmp_path: Path) -> None:
     written = [(document, line, body) for document in DOCUMENTS for line, body in typed_blocks(document)]
     written += [(example, 1, text(example)) for example in EXAMPLES]
     wrong = "sender.update(model, stagd=True)\nsender.send(model)\nsender.update(model).transprot\nWeightSendr(url)\n"
-    found = complaints([*written, ("wrong.md", 3, wrong)], ASSUMED, ELSEWHERE, tmp_path)
+    found = complaints([*written, ("wrong.md", 3, wrong)], tmp_path)
     assert [line for line in found if not line.startswith("wrong.md:")] == []
     says = {line.split(":")[1]: line for line in found if ": error: " in line}
     told = {"1": "WeightSendr", "3": "stagd", "4": "send", "5": "transprot"}

@@ -42,6 +42,9 @@ def collected(architectures: Iterable[list[str]], cases: Iterable[tuple[list[Any
         ranks[name, run][rank] = finding
     for (name, run), by_rank in ranks.items():
         entry = found[name]
+        if len(by_rank) > 1 and (nowhere := set.intersection(*(set(f["unread"]) for f in by_rank.values()))):
+            why = f"no engine rank's loader reads {min(nowhere)}"
+            by_rank = {r: {**f, "outcome": "refused", "why": why, "copies": 0} for r, f in by_rank.items()}
         entry["runs"][run] = {
             "ranks": {str(r): by_rank[r]["outcome"] for r in sorted(by_rank)},
             "copies": {str(r): by_rank[r]["copies"] for r in sorted(by_rank) if by_rank[r]["copies"]},

@@ -53,12 +53,14 @@ class Finding:
 
     has      kinds of layout that it covers
     copies   of the traced program
+    unread   tensors for modules of this stage of a pipeline, which its loader skips: an update is refused if all do
     """
 
     outcome: str
     why: str = ""
     has: tuple[str, ...] = ()
     copies: int = 0
+    unread: tuple[str, ...] = ()
 
 
 def examine(
@@ -156,12 +158,14 @@ def _examined(
     fill_with_garbage(model)
     before, signature, paths = digests(model), LiveSignature(model).current(), _paths(model)
     program, refusal, start = *_traced(model, weights), None
+    unread: tuple[str, ...] = ()
     if program is None and _NEVER_WRITTEN in refusal and "scale" not in refusal.partition(" ")[0]:
         # An engine knows its own checkpoint, and what a start on it leaves alone.
         start = functools.partial(EngineStart, started_on)
         again, why = _traced(model, weights, start)
-        if again is None or (again.copies and (stages > 1 or not _misnamed(again, weights))):
-            program, refusal = again, why
+        misnamed = _misnamed(again, weights) if again is not None else ()
+        if again is None or (again.copies and (stages > 1 or not misnamed)):
+            program, refusal, unread = again, why, misnamed
     wrote = differing(before, digests(model))
     complaints = [f"the trace wrote to {', '.join(wrote[:4])}"] if wrote else []
     complaints += [] if program is None else _missing_scales(model, weights, program, start)
@@ -183,17 +187,17 @@ def _examined(
     if left := program.left_alone:
         more = f" and {len(left) - 1} more as they are" if len(left) > 1 else " as it is"
         why = f"a start on the checkpoint leaves {left[0]}{more}, too"
-    return Finding("passed", why, has=has, copies=len(program.copies))
+    return Finding("passed", why, has=has, copies=len(program.copies), unread=unread)
 
 
-def _misnamed(program: Program, weights: Weights) -> bool:
-    """Whether a tensor of the checkpoint is for a module of which something is left alone, and the loader skips it.
+def _misnamed(program: Program, weights: Weights) -> tuple[str, ...]:
+    """The tensors of the checkpoint for modules of which something is left alone, and which the loader skips.
 
     An update would be refused for the tensor that nobody reads. (Of a pipeline, another stage may read it.)
     """
     read = {copy.source for copy in program.copies}
     modules = {name.rpartition(".")[0] for name in program.left_alone}
-    return any(module in name for name in weights.keys() - read for module in modules)
+    return tuple(sorted(name for name in weights.keys() - read if any(module in name for module in modules)))
 
 
 def _paths(model: torch.nn.Module) -> dict[str, int]:

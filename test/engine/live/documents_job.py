@@ -1,6 +1,6 @@
 """What two trainer ranks do for test_documents_run.py: they run Python blocks of documents as they are printed.
 
-A block is (document, its line there, its text). Each function returns those that it has run, as DOCUMENT:LINE.
+A block is (document, its line there, its text). Each function returns those that it has run.
 """
 
 from __future__ import annotations
@@ -61,11 +61,7 @@ def _ran_and_closed(block: Block, given: Names) -> bool:
     return names is not None
 
 
-def _said(blocks: Sequence[Block]) -> list[str]:
-    return [f"{document}:{line}" for document, line, _ in blocks]
-
-
-def of_servers(job: dict[str, Any]) -> list[str]:
+def of_servers(blocks: Sequence[Block], job: dict[str, Any]) -> list[Block]:
     """Runs what a trainer and two servers give the names of."""
     key, (url, other_url) = job["key"], job["urls"]
     os.environ |= {"SERVER_URLS": url, "SGLANG_RESHARD_ADMIN_API_KEY": key}
@@ -88,24 +84,24 @@ def of_servers(job: dict[str, Any]) -> list[str]:
         "tokenizer": AutoTokenizer.from_pretrained(job["model"]),
     }  # fmt: skip
     ran = []
-    for number, block in enumerate(map(tuple, job["blocks"])):
+    for number, block in enumerate(blocks):
         sender.update(model, weight_version=f"before {number}")  # blocks repeat a version, which an engine refuses
         if _ran_and_closed(block, given):
             ran.append(block)
     for each in (sender, other):
         each.close()
     given["verl_engine"].shutdown()
-    return _said(ran)
+    return ran
 
 
-def of_meshes(job: dict[str, Any]) -> list[str]:
+def of_meshes(blocks: Sequence[Block], job: dict[str, Any]) -> list[Block]:
     """Runs what copies between two modules of these ranks."""
     config = AutoConfig.from_pretrained(job["model"])
     actor, generation = (Trainer(config, layout).model for layout in (Source(fsdp=2), Source(tp=2)))
     reload = ReshardPlan.make(source=actor, target=generation, group=dist.new_group())
     given = {"actor": actor, "generation": generation, "reference": generation, "reload": reload, "steps": 2,
              "train": lambda model: None, "batch": None, "score": lambda batch: None}  # fmt: skip
-    return _said([block for block in job["blocks"] if _ran_and_closed(tuple(block), given)])
+    return [block for block in blocks if _ran_and_closed(block, given)]
 
 
 class _Collecting:
@@ -133,12 +129,12 @@ def _receive(blocks: Sequence[Block], module: nn.Module, metadata: str) -> None:
     names["receiver"].close()
 
 
-def of_receivers(job: dict[str, Any]) -> list[str]:
+def of_receivers(blocks: Sequence[Block]) -> list[Block]:
     """Runs what updates plain modules, with two receivers in threads of trainer rank 0, which run the page's blocks."""
     ran = []
-    for block in map(tuple, job["blocks"]):
+    for block in blocks:
         document, _, body = block
-        theirs = [tuple(b) for b in job["blocks"] if b[0] == document and "receiver" in b[2] and "sender" not in b[2]]
+        theirs = [b for b in blocks if b[0] == document and "receiver" in b[2] and "sender" not in b[2]]
         if "start_" not in body or not theirs:
             continue
         threads: list[threading.Thread] = []
@@ -154,7 +150,7 @@ def of_receivers(job: dict[str, Any]) -> list[str]:
         for thread in threads:
             thread.join(60)
             assert not thread.is_alive()
-    return _said(ran)
+    return ran
 
 
 def _named_in(body: str) -> nn.Module:
@@ -174,7 +170,7 @@ def _named_in(body: str) -> nn.Module:
     return module
 
 
-def of_shards(job: dict[str, Any]) -> list[str]:
+def of_shards(blocks: Sequence[Block]) -> list[Block]:
     """Runs what says which shards there are: they are ones, and arrive in a module."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
     shards = {
@@ -182,7 +178,7 @@ def of_shards(job: dict[str, Any]) -> list[str]:
         "local_tensor": torch.ones(16 if rank else 48, 32),
     }  # fmt: skip
     ran = []
-    for block in map(tuple, job["blocks"]):
+    for block in blocks:
         used = names_used(block[2])
         if used.isdisjoint(shards):
             continue
@@ -200,9 +196,11 @@ def of_shards(job: dict[str, Any]) -> list[str]:
         assert rank or all(bool((parameter == 1).all()) for parameter in module.parameters())
         receiver.close()
         sender.close()
-    return _said(ran)
+    return ran
 
 
 def run_all(job: dict[str, Any]) -> list[str]:
-    job["blocks"] = json.loads(Path(job["file"]).read_text())
-    return of_servers(job) + of_meshes(job) + of_receivers(job) + of_shards(job)
+    """Returns the blocks that have run, as DOCUMENT:LINE."""
+    blocks = [tuple(block) for block in json.loads(Path(job["file"]).read_text())]
+    ran = of_servers(blocks, job) + of_meshes(blocks, job) + of_receivers(blocks) + of_shards(blocks)
+    return [f"{document}:{line}" for document, line, _ in ran]
