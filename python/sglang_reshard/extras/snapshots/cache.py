@@ -10,6 +10,7 @@ A copy is never changed: each gets a folder of a new name, so that a server may 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -80,16 +81,20 @@ class Cache:
         check_kinds(newest, lambda name: folder.where(newest.name, name))
         try:
             present = self._found()
-            if present is not None and present.snapshot == newest and self._is_whole(present):
-                return present.path
-            if present is not None and (chain := self._chain(folder, present.snapshot, newest, entries)):
-                base = present.path
+            if present is not None and present.snapshot == newest:
+                with contextlib.suppress(Mismatch):
+                    self._check(newest, folder, present.path)
+                    return present.path
+                self._clear(keep=None)
+            elif present is not None:
                 try:
-                    return self._copied(newest, folder, lambda name, to: self._advance(folder, chain, name, base, to))
+                    if chain := self._chain(folder, present.snapshot, newest, entries):
+                        step = functools.partial(self._advance, folder, chain, present.path)
+                        return self._copied(newest, folder, step)
                 except Mismatch as error:
                     logger.warning("%s; snapshot %s is read whole", error, newest.name)
             self._check_sizes(folder, newest)
-            return self._copied(newest, folder, lambda name, to: self._read_whole(folder, newest, name, to))
+            return self._copied(newest, folder, functools.partial(self._read_whole, folder, newest))
         except OSError as error:
             raise ReshardError(f"snapshot {newest.name} cannot be stored in the cache {self.path}: {error}") from error
 
@@ -139,23 +144,20 @@ class Cache:
     def _chain(
         self, folder: Folder, present: Snapshot, newest: Snapshot, entries: Sequence[Entry]
     ) -> list[Snapshot] | None:
-        """Returns the snapshots after the present one, in order; None if deltas do not lead from it to the newest."""
+        """Returns the snapshots after the present one, in order; None if deltas do not lead from it to the newest.
+
+        Raises Mismatch for one of them that is damaged.
+        """
         chain = [newest]
         while (base := chain[-1].base_entry) != present.entry:
             if base is None or base not in entries or len(chain) == _LONGEST_CHAIN:
                 return None
-            try:
-                chain.append(manifest(folder, base.name, base))
-            except Mismatch as error:
-                logger.warning("%s; snapshot %s is read whole", error, newest.name)
-                return None
-            if not chain[-1].files.keys() <= present.files.keys():
-                return None
+            chain.append(manifest(folder, base.name, base))
         whole = sum(file.nbytes for file in newest.files.values())
         needed = sum(f.nbytes if f.delta_bytes is None else f.delta_bytes for s in chain for f in s.files.values())
-        return chain[::-1] if newest.files.keys() <= present.files.keys() and needed < whole else None
+        return chain[::-1] if needed < whole else None
 
-    def _advance(self, folder: Folder, chain: Sequence[Snapshot], name: str, base: Path, copy: Path) -> None:
+    def _advance(self, folder: Folder, chain: Sequence[Snapshot], base: Path, name: str, copy: Path) -> None:
         """Makes one file of `copy`, from the copy `base`: of its last whole version, by the deltas since."""
         steps = [step for step in chain if name in step.files]
         whole = max((n for n, step in enumerate(steps) if step.files[name].delta_bytes is None), default=-1)
@@ -206,14 +208,6 @@ class Cache:
                     raise Mismatch(
                         f"{where} does not have the SHA-256 that the manifest of snapshot {snapshot.name} lists"
                     )
-
-    def _is_whole(self, copy: _Copy) -> bool:
-        try:
-            self._check(copy.snapshot, self._copies, copy.path)
-        except Mismatch:
-            self._clear(keep=None)
-            return False
-        return True
 
     def _check_sizes(self, folder: Folder, snapshot: Snapshot) -> None:
         """Raises before a copy is begun, for files of other sizes than the manifest says, and without room here."""
