@@ -58,7 +58,7 @@ class Cache:
     """A folder of this host that only one follower writes: the one that made this object first.
 
     path        of the folder, absolute
-    read_bytes  of weights that were read from snapshots, so far
+    read_bytes  of weights that were read from snapshots, since the owner last set it to 0
     """
 
     def __init__(self, path: Path) -> None:
