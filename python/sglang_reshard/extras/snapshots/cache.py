@@ -17,7 +17,7 @@ import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.extras.snapshots.delta_file import apply_delta
@@ -26,24 +26,23 @@ from sglang_reshard.extras.snapshots.manifest import (
     CACHE_MARK,
     DELTA,
     MANIFEST,
+    PART_BYTES,
     SAFETENSORS,
     Entry,
     Snapshot,
     check_kinds,
     check_size,
     encode,
-    hash_of,
     note_tensors,
     read_table,
+    sha256_of,
     write_atomically,
 )
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.regular_files import is_folder, lock
 
 logger = get_logger(__name__)
-_PART = 1 << 24
 _LONGEST_CHAIN = 64  # of deltas, one after the other
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MARK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _MODE = 0o666  # less the umask
 _COPY, _UNFINISHED = "copy-", ".unfinished-"  # of the names of copies, and of those that are being made
@@ -182,16 +181,16 @@ class Cache:
 
     def _write(self, path: Path, source: BinaryIO, nbytes: int) -> None:
         """Copies exactly this number of bytes, even if a store reports another size."""
-        try:
-            descriptor = os.open(path, _NEW, _MODE)
-        except OSError as error:
-            raise ReshardError(f"{path} cannot be written: {error}") from error
-        with open(descriptor, "wb") as copy:
-            while nbytes and (part := source.read(min(nbytes, _PART))):
-                try:
-                    copy.write(part)
-                except OSError as error:  # of this host, and no failure to read the snapshot
-                    raise ReshardError(f"{path} cannot be written: {error}") from error
+
+        def here(call: Callable[..., Any], *arguments: Any) -> Any:
+            try:
+                return call(*arguments)
+            except OSError as error:  # of this host, and no failure to read the snapshot
+                raise ReshardError(f"{path} cannot be written: {error}") from error
+
+        with here(open, path, "xb") as copy:
+            while nbytes and (part := source.read(min(nbytes, PART_BYTES))):
+                here(copy.write, part)
                 nbytes -= len(part)
 
     def _check(self, snapshot: Snapshot, folder: Folder, copy: Path) -> None:
@@ -203,8 +202,7 @@ class Cache:
                 check_size(nbytes, file, where)
                 if name.endswith(SAFETENSORS):
                     note_tensors(of_tensor, read_table(opened, nbytes, where), name, where)
-                    opened.seek(0)
-                if hash_of(opened, nbytes) != file.sha256:
+                if sha256_of(copy / name) != file.sha256:
                     raise Mismatch(
                         f"{where} does not have the SHA-256 that the manifest of snapshot {snapshot.name} lists"
                     )

@@ -35,8 +35,7 @@ PATTERNS = frozenset("*?[]")  # an object store's client expands them
 
 MANIFEST_BYTES, LIST_BYTES = 16 << 20, 4 << 20  # at most
 SUM_DIGITS = 16  # of a checksum in a manifest
-_PART = 1 << 24  # bytes that are read at once
-_MODE = 0o666  # less the umask, as of any new file
+PART_BYTES = 1 << 24  # that are read at once
 T = TypeVar("T")
 
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
@@ -173,9 +172,8 @@ def _decode(data: bytes, kind: type[T], where: str, most_bytes: int) -> T:
 def write_atomically(path: Path, data: bytes) -> None:
     """Replaces a file atomically, and syncs it to disk."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")  # others may be replacing it, too
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
     try:
-        with open(descriptor, "wb") as opened:
+        with open(partial, "xb") as opened:
             opened.write(data)
             opened.flush()
             os.fsync(opened.fileno())
@@ -183,11 +181,6 @@ def write_atomically(path: Path, data: bytes) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as opened:
-        return hash_of(opened, path.stat().st_size)
 
 
 def is_snapshot_name(name: str) -> bool:
@@ -258,12 +251,12 @@ def check_size(nbytes: int, file: SnapshotFile, where: str) -> None:
         raise Mismatch(f"{where} has {nbytes} bytes, but its manifest lists {file.nbytes}")
 
 
-def hash_of(opened: BinaryIO, nbytes: int) -> str:
-    """Returns the SHA-256 of a file, of whose bytes no more than `nbytes` and one are read."""
-    found, left = hashlib.sha256(), nbytes + 1
-    while left and (part := opened.read(min(left, _PART))):
-        found.update(part)
-        left -= len(part)
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file that this process has written."""
+    found = hashlib.sha256()
+    with open(path, "rb") as opened:
+        while part := opened.read(PART_BYTES):
+            found.update(part)
     return found.hexdigest()
 
 
