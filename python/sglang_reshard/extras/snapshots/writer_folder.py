@@ -127,8 +127,6 @@ class SnapshotFolder:
                 found = listed(self._reader)  # Mismatch: then nothing is taken back, and the list is right either way
                 if found is None or entry not in found.entries():
                     with self._later(f"the next snapshot will delete {self.final}"):
-                        if os.path.lexists(self.final) and not os.path.lexists(self.partial):
-                            os.rename(self.final, self.partial)
                         self._settle(self._found())
                     raise
                 logger.warning(
