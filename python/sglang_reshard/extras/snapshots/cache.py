@@ -45,7 +45,7 @@ logger = get_logger(__name__)
 _LONGEST_CHAIN = 64  # of deltas, one after the other
 _MARK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _MODE = 0o666  # less the umask
-_COPY, _UNFINISHED = "copy-", ".unfinished-"  # of the names of copies, and of those that are being made
+_COPY = "copy-"  # begins the names of copies
 
 
 class _Copy(NamedTuple):
@@ -118,24 +118,22 @@ class Cache:
                 continue
             if not is_folder(path):
                 path.unlink()
-            elif path.name.startswith((_COPY, _UNFINISHED)):
+            elif path.name.startswith((_COPY, ".unfinished-")):  # in earlier releases, of incomplete ones
                 shutil.rmtree(path)
 
     def _copied(self, snapshot: Snapshot, folder: Folder, write: Callable[[str, Path], None]) -> Path:
-        """Returns a new copy. `write` makes a file of a name in a folder.
+        """Returns a new copy, which is one once it has its manifest. `write` makes a file of a name in a folder.
 
         Raises Mismatch, naming a file of `folder`, if the copy is damaged.
         """
-        token = secrets.token_hex(8)
-        copy, finished = self.path / f"{_UNFINISHED}{token}", self.path / f"{_COPY}{token}"
+        copy = self.path / f"{_COPY}{secrets.token_hex(8)}"
         copy.mkdir()
         try:
             for name in snapshot.files:
                 write(name, copy)
             self._check(snapshot, folder, copy)
             write_atomically(copy / MANIFEST, encode(snapshot))
-            os.rename(copy, finished)
-            return finished
+            return copy
         except BaseException:
             shutil.rmtree(copy, ignore_errors=True)
             raise
