@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout.decoders import from_json
 from sglang_reshard.routes.delta.checks import is_sound, read_encodings
 from sglang_reshard.routes.delta.encoding import ALIGN_BYTES, UNITS, Encoded, Kind, apply, encode, index_room
 
@@ -36,7 +37,7 @@ _Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unit_bytes: int
     nbytes: _Bytes
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=_CHUNKS[0], le=_CHUNKS[1], multiple_of=ALIGN_BYTES)] = CHUNK_BYTES
 
     def chunks(self) -> list[int]:
         """Returns the bytes of each chunk."""
@@ -129,15 +130,13 @@ def _read_header(delta: BinaryIO, nbytes: int, path: Path) -> tuple[_Header, Seq
     if length > _HEADER_BYTES:
         raise _invalid(path, f"its header claims an invalid length of {length:,} bytes")
     try:
-        header = msgspec.json.decode(delta.read(length), type=_Header)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        header = from_json(delta.read(length), _Header)
+    except msgspec.MsgspecError as error:
         raise _invalid(path, f"its header cannot be read: {error}") from error
     if header.nbytes != nbytes or not nbytes:
         raise _invalid(path, f"it applies to a file of {header.nbytes:,} bytes, but this file has {nbytes:,}")
     if header.unit_bytes not in UNITS or nbytes % header.unit_bytes:
         raise _invalid(path, f"its units of {header.unit_bytes} bytes do not divide {nbytes:,} bytes")
-    if not _CHUNKS[0] <= header.chunk_bytes <= _CHUNKS[1] or header.chunk_bytes % ALIGN_BYTES:
-        raise _invalid(path, f"its chunk size of {header.chunk_bytes:,} bytes is invalid")
     sizes = header.chunks()
     data = delta.read(_ROW_BYTES * len(sizes))
     if len(data) != _ROW_BYTES * len(sizes):

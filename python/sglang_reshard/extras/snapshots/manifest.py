@@ -21,6 +21,7 @@ import msgspec
 
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.checkpoint_headers import DTYPES
+from sglang_reshard.layout.decoders import from_json
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.protocol.publication import MOST_PUBLICATION
 
@@ -164,8 +165,8 @@ def _decode(data: bytes, kind: type[T], where: str, most_bytes: int) -> T:
     if len(data) > most_bytes:
         raise Mismatch(f"{where} has more than {most_bytes} bytes; sglang-reshard did not write it")
     try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        return from_json(data, kind)
+    except msgspec.MsgspecError as error:
         raise Mismatch(f"{where} is not a valid file of a snapshot: {error}") from error
 
 
@@ -268,11 +269,11 @@ def read_table(opened: BinaryIO, nbytes: int, where: str) -> Table:
         raise Mismatch(f"{where} claims a header of {length} bytes, but has only {nbytes} bytes itself")
     header = opened.read(length)
     try:
-        listed = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        listed = from_json(header, dict[str, msgspec.Raw])
         if (metadata := listed.pop(METADATA, None)) is not None:
-            msgspec.json.decode(metadata, type=dict[str, str])
-        tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in listed.items()}
-    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+            from_json(bytes(metadata), dict[str, str])
+        tensors = {name: from_json(bytes(raw), _Tensor) for name, raw in listed.items()}
+    except msgspec.MsgspecError as error:
         raise Mismatch(f"{where} has a damaged header: {error}") from error
     if len(tensors) > MOST_TENSORS:
         raise Mismatch(f"{where} has {len(tensors)} tensors; at most {MOST_TENSORS} are supported in one file")
