@@ -96,7 +96,8 @@ def write_delta(base: Path, new: Path, out: Path, unit_bytes: int, most: int) ->
 def apply_delta(delta: BinaryIO, path: Path) -> None:
     """Applies a delta to a file, the base, in place. Each chunk's changes are checked before they are written.
 
-    Raises Mismatch for a delta that is damaged, or not of such a file: earlier chunks may have been written then.
+    Raises Mismatch for a delta that is damaged, or not of such a file. Earlier chunks may have been written in that
+    case.
     """
     with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b") as content:
         header, encoded = _read_header(delta, os.fstat(content.fileno()).st_size, path)
