@@ -36,7 +36,6 @@ from sglang_reshard.extras.snapshots.manifest import (
     note_tensors,
     read_table,
     sha256_of,
-    write_atomically,
 )
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.regular_files import is_folder, lock
@@ -132,7 +131,7 @@ class Cache:
             for name in snapshot.files:
                 write(name, copy)
             self._check(snapshot, folder, copy)
-            write_atomically(copy / MANIFEST, encode(snapshot))
+            (copy / MANIFEST).write_bytes(encode(snapshot))
             return copy
         except BaseException:
             shutil.rmtree(copy, ignore_errors=True)

@@ -11,8 +11,6 @@ are compared first, headers are bounded, and tables of tensors must fill their f
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, BinaryIO, NamedTuple, TypeVar
@@ -168,20 +166,6 @@ def _decode(data: bytes, kind: type[T], where: str, most_bytes: int) -> T:
         return from_json(data, kind)
     except msgspec.MsgspecError as error:
         raise Mismatch(f"{where} is not a valid file of a snapshot: {error}") from error
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replaces a file atomically, and syncs it to disk."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")  # others may be replacing it, too
-    try:
-        with open(partial, "xb") as opened:
-            opened.write(data)
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def is_snapshot_name(name: str) -> bool:
