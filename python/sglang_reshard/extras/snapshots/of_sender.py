@@ -32,7 +32,7 @@ from sglang_reshard.protocol.publication import next_publication
 from sglang_reshard.sources import NamedTensors, TrainerState, describe
 from sglang_reshard.trainer.collectives import Gathering
 from sglang_reshard.trainer.options import UpdateOptions
-from sglang_reshard.trainer.publisher import Stages, Weights
+from sglang_reshard.trainer.publisher import Stages, Weights, check_alike
 from sglang_reshard.trainer.update_sender import UpdateSender, repeatable
 
 if TYPE_CHECKING:
@@ -296,11 +296,7 @@ class SnapshotWriter:
             told.own = session.put(state.layout)
         if partial:
             return state.within(Stages.of(session, told.of_all).layout)
-        if differing := [rank for rank, layout in enumerate(told.of_all) if layout != told.own]:
-            raise Mismatch(
-                f"trainer rank {self._rank}: trainer ranks {differing} pass different tensors or shardings; pass the "
-                "same on all trainer ranks"
-            )
+        check_alike(session, told.of_all)
         return state
 
     def _phase(self, name: str, kind: Any = None) -> Gathering[Any]:
