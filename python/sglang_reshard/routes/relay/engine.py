@@ -101,10 +101,6 @@ class RelayEngineEnd(AroundEnd):
             self.nbytes, detour = self._nixl.nbytes, _detour(self._member.lost)
             self.traffic = msgspec.structs.replace(self._nixl.traffic, detour=detour, remark=self._member.remark)
 
-    def abort(self) -> None:
-        self._member.abort()
-        super().abort()
-
     def serves(self, request: DistributedUpdateWeightsReq) -> bool:
         asked = Relay.of(request.around["relay"])
         same = msgspec.structs.replace(asked, update=self._relay.update) == self._relay

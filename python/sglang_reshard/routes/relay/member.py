@@ -24,7 +24,7 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.base import EngineSide, Kept, Meeting
 from sglang_reshard.routes.nixl.remote_shards import RemoteShard, RemoteShards, check_remote_shards
 from sglang_reshard.routes.nixl.source import NixlSource
-from sglang_reshard.routes.relay.offers import Offer, OfferedMemory, OfferedRank, Relay, RelayOffers
+from sglang_reshard.routes.relay.offers import Offer, OfferedMemory, OfferedRank, Relay, RelayOffers, make_offer
 from sglang_reshard.routes.relay.owners import CHECK_BITS, choose_owners
 from sglang_reshard.routes.relay.progress import Progress, RelayRoute, Relays
 from sglang_reshard.trace.live_shards import LiveShard, readable_shards
@@ -47,31 +47,28 @@ class RelayMember(Kept):
         self._word: NixlSource | None = None  # its memory is read as long as anybody may ask for it
         self._source: NixlSource | None = None
         self._held: tuple[Program, _Held] | None = None
-        self._offers: RelayOffers | None = None  # those that are waited for
         self.lost = self.remark = ""
 
     def agree(self, meeting: Meeting, side: EngineSide, relay: Relay) -> Relays | None:
         """Returns what this rank reads from other engines; None if it reads all from the trainer. Collective."""
         self.lost = self.remark = ""
         self._progress.reset()  # an earlier trainer's updates had other numbers
-        with RelayOffers(meeting.session.address, relay, side.reads.timeout_s) as offers:
-            offers.enter(f"engine rank {self._rank}")
-            self._offers = offers  # an abort before this ends `gather`
-            own = self._part(offers, side)
-            parts = meeting.gather("relay", own)
-            if self._rank == 0:
-                offers.make(relay.own, _offer(offers, parts))
-            identity, of_all = offers.all()
-            failed = [(name, o) for name, o in zip(relay.engines, of_all, strict=True) if o.error]
-            if failed:
-                name, offer = failed[0]
-                reason = f"engines do not pass on weights to each other, because {name} cannot: {offer.error}"
-                self.lost, self.remark = ("", reason) if offer.final else (reason, "")
-            elif of_all[relay.own].ranks[self._rank].memory != own.memory:
-                self.lost = f"engine rank {self._rank} has different memory than it offered to other engines"
-            else:
-                check = int.from_bytes(hashlib.sha256(identity).digest()[:4], "little") % (1 << CHECK_BITS)
-                return self._relays(relay, of_all, check, offers, side)
+        offers = RelayOffers(meeting.session, relay, side.reads.timeout_s, meeting.scope)
+        own = self._part(offers, side)
+        parts = meeting.gather("relay", own)
+        if self._rank == 0:
+            make_offer(meeting.session, relay, relay.own, _offer(offers, parts))
+        identity, of_all = offers.all()
+        failed = [(name, o) for name, o in zip(relay.engines, of_all, strict=True) if o.error]
+        if failed:
+            name, offer = failed[0]
+            reason = f"engines do not pass on weights to each other, because {name} cannot: {offer.error}"
+            self.lost, self.remark = ("", reason) if offer.final else (reason, "")
+        elif of_all[relay.own].ranks[self._rank].memory != own.memory:
+            self.lost = f"engine rank {self._rank} has different memory than it offered to other engines"
+        else:
+            check = int.from_bytes(hashlib.sha256(identity).digest()[:4], "little") % (1 << CHECK_BITS)
+            return self._relays(relay, of_all, check, offers, side)
         self._progress.stop(relay.update)
         return None
 
@@ -79,11 +76,6 @@ class RelayMember(Kept):
         """This rank reads all from the trainer in this update, because another engine is `lost`."""
         self.lost = lost
         self._progress.stop(relay.update)
-
-    def abort(self) -> None:
-        """Ends the wait for other engines' offers. Called from another thread."""
-        if (offers := self._offers) is not None:
-            offers.abort()
 
     def failed(self, request: DistributedUpdateWeightsReq) -> None:
         """This rank's weights are not what the update brings: no other engine takes them from here."""
