@@ -7,7 +7,6 @@ divide the tensors alike.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 from collections.abc import Sequence
 
@@ -25,8 +24,7 @@ from sglang_reshard.routes.base import EngineSide, Kept, Meeting
 from sglang_reshard.routes.nixl.remote_shards import RemoteShard, RemoteShards, check_remote_shards
 from sglang_reshard.routes.nixl.source import NixlSource
 from sglang_reshard.routes.relay.offers import Offer, OfferedMemory, OfferedRank, Relay, RelayOffers, make_offer
-from sglang_reshard.routes.relay.owners import CHECK_BITS, choose_owners
-from sglang_reshard.routes.relay.progress import Progress, RelayRoute, Relays
+from sglang_reshard.routes.relay.progress import NO_OWNER, Progress, RelayRoute, Relays
 from sglang_reshard.trace.live_shards import LiveShard, readable_shards
 from sglang_reshard.trace.program import Program
 
@@ -58,7 +56,7 @@ class RelayMember(Kept):
         parts = meeting.gather("relay", own)
         if self._rank == 0:
             make_offer(meeting.session, relay, relay.own, _offer(offers, parts))
-        identity, of_all = offers.all()
+        check, of_all = offers.all()
         failed = [(name, o) for name, o in zip(relay.engines, of_all, strict=True) if o.error]
         if failed:
             name, offer = failed[0]
@@ -67,7 +65,6 @@ class RelayMember(Kept):
         elif of_all[relay.own].ranks[self._rank].memory != own.memory:
             self.lost = f"engine rank {self._rank} has different memory than it offered to other engines"
         else:
-            check = int.from_bytes(hashlib.sha256(identity).digest()[:4], "little") % (1 << CHECK_BITS)
             return self._relays(relay, of_all, check, offers, side)
         self._progress.stop(relay.update)
         return None
@@ -164,12 +161,20 @@ def divide(layout: SourceLayout, layouts: Sequence[SourceLayout]) -> np.ndarray:
 
     layouts  of the engines' live weights. A tensor that one of them lacks, or holds in another dtype, is not passed on:
              it would be rounded in transit
+
+    Each engine reads the tensors that it owns from the trainer, and all others from the engines that own them, while
+    these still read: no byte travels more than twice, however many engines there are. The tensors up to any one are
+    divided evenly, to the largest of them: what an engine has just read, the others read next.
     """
     held = [{t.name: (t.shape, t.dtype) for t in of_engine.tensors} for of_engine in layouts]
-    alike = [len({of_engine.get(tensor.name) for of_engine in held}) == 1 for tensor in layout.tensors]
-    in_shape = [tensor.name in held[0] and held[0][tensor.name][0] == tensor.shape for tensor in layout.tensors]
-    sizes = [tensor.spec.nbytes for tensor in layout.tensors]
-    return choose_owners(sizes, np.array(alike, bool) & np.array(in_shape, bool), len(layouts))
+    found, read = np.full(len(layout.tensors), NO_OWNER, np.int32), [0] * len(layouts)
+    for number, tensor in enumerate(layout.tensors):
+        of_tensor = {of_engine.get(tensor.name) for of_engine in held}
+        first = of_tensor.pop()
+        if not of_tensor and first is not None and first[0] == tensor.shape:
+            found[number] = least = read.index(min(read))
+            read[least] += tensor.spec.nbytes
+    return found
 
 
 def _layout(shards: Sequence[LiveShard], engine_ranks: int) -> SourceLayout:

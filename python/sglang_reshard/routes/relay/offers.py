@@ -6,6 +6,7 @@ the same ones, and plan alike.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -16,9 +17,11 @@ from sglang_reshard.errors import Mismatch
 from sglang_reshard.protocol.messages import Text, decode, encode
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.nixl.remote_shards import RemoteShards
-from sglang_reshard.routes.relay.owners import MAX_UPDATE
 
 T = TypeVar("T")
+# An engine rank says in 63 bits how many of its tensors are complete, in which update and by which plan.
+UPDATE_BITS, CHECK_BITS, COUNT_BITS = 23, 20, 20
+MAX_UPDATE = (1 << UPDATE_BITS) - 1
 _MAX_ENGINES = 1 << 16
 _OFFER_S = 30.0  # how long the others wait for an engine's offer
 
@@ -103,8 +106,10 @@ class RelayOffers:
         """Returns the value of a content hash. Raises as `Session.get` does."""
         return self._session.get(f"{self._relay.offers}/{digest}", kind, what, self._timeout_s, scope=self._scope)
 
-    def all(self) -> tuple[bytes, list[Offer]]:
-        """Returns what identifies the offers of all engines, and these. Gives up engines that make none in time."""
+    def all(self) -> tuple[int, list[Offer]]:
+        """Returns the offers of all engines, after a number of CHECK_BITS that tells them from others. Gives up engines
+        that make none in time.
+        """
         client, keys = self._session.client, [_key(self._relay, n) for n in range(len(self._relay.engines))]
         wait_s = min(_OFFER_S, self._timeout_s / 2)
         try:
@@ -113,7 +118,8 @@ class RelayOffers:
             for engine in error.missing:
                 make_offer(self._session, self._relay, engine, Offer(error=f"it offered nothing within {wait_s:g} s"))
             found = client.get(keys, self._timeout_s, self._scope)
-        return b"".join(found), [decode(data, Offer) for data in found]
+        check = int.from_bytes(hashlib.sha256(b"".join(found)).digest()[:4], "little") % (1 << CHECK_BITS)
+        return check, [decode(data, Offer) for data in found]
 
 
 def make_offer(session: Session, relay: Relay, engine: int, offer: Offer) -> None:
