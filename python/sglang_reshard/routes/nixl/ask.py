@@ -1,18 +1,9 @@
-"""Defines what an engine asks of the trainer ranks that it reads by NIXL, and how they answer."""
+"""Publishes where trainer ranks have registered their shards, for the engine ranks that read them by NIXL."""
 
 from __future__ import annotations
 
-import msgspec
-
 from sglang_reshard.protocol.session import Session, of_engine
 from sglang_reshard.routes.nixl.remote_shards import RemoteShards, check_remote_shards
-from sglang_reshard.routes.p2p.ask import Links
-
-
-class NixlAsk(msgspec.Struct, frozen=True):
-    """Asks those trainer ranks to register their shards that `links` have reads from."""
-
-    links: Links
 
 
 def trainer_name(trainer_rank: int) -> str:
