@@ -14,7 +14,6 @@ from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.routes.delta.encoding import Index, Kind
-from sglang_reshard.routes.delta.messages import table_bytes
 from sglang_reshard.routes.delta.source import DeltaSource
 from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
@@ -162,8 +161,8 @@ def encoding(trainer_rank: int, damaged: int, what: str) -> Any:
 
 def spoil(source: DeltaSource, what: str) -> None:
     """Damages the encoded messages, in the memory that they are sent from."""
-    begin = table_bytes(len(source._messages))
-    for number, encoded in enumerate(source._encoded):
+    begin = source._messages.table_bytes
+    for number, encoded in enumerate(source._encoded.encoded):
         units = source._messages.units[number]
         end = begin + encoded.index_bytes(units)
         counts, positions, bits = Index.of(encoded, units, source.section[begin:end])

@@ -17,7 +17,6 @@ torch on any other device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -193,16 +192,3 @@ def _unpacked(bits: torch.Tensor, units: int) -> np.ndarray | torch.Tensor:
     bits = bits[: -(-units // 8)]
     flags = bits[:, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
     return flags.view(-1)[:units].bool()
-
-
-def cut_pieces(payloads: Sequence[int], most: int) -> list[range]:
-    """Returns runs of messages whose payloads have at most `most` bytes together, or one that has more."""
-    pieces, first, nbytes = [], 0, 0
-    for number, size in enumerate(payloads):
-        if nbytes and nbytes + size > most:
-            pieces.append(range(first, number))
-            first, nbytes = number, 0
-        nbytes += size
-    if nbytes:
-        pieces.append(range(first, len(payloads)))
-    return pieces

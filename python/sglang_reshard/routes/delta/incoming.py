@@ -25,11 +25,12 @@ _POLL_S = 1e-4
 
 
 class PlacedPiece(NamedTuple):
-    """A piece of a trainer rank's section, from `offset`, and where it arrives."""
+    """A piece of a trainer rank's section, from `offset`, where it arrives, and the messages whose values it has."""
 
     trainer_rank: int
     offset: int
     buffer: torch.Tensor
+    messages: range
 
 
 class Incoming:
