@@ -14,7 +14,6 @@ import numpy as np
 import torch.distributed as dist
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepare
@@ -47,21 +46,10 @@ def send(name: str, reason: str, sent: np.ndarray, topology: ClusterTopology, bu
     Raises Unsupported if NCCL would refuse the communicators for it.
     """
     per_round = round_bytes(sent, bucket_bytes)
-    return Strategy(name, reason, per_round, _communicators(topology, per_round))
-
-
-def _communicators(topology: ClusterTopology, per_round: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """Returns the peer ids of the members of each communicator. Raises Unsupported if NCCL would refuse them."""
-    if not topology.on_gpu:  # gloo connects any ranks
-        return plan_p2p_groups(per_round, _no_gpus(topology.trainer_hosts), _no_gpus(topology.engine_hosts), ())
-    groups = plan_p2p_groups(per_round, topology.trainer_devices, topology.engine_devices, topology.engine_hosts)
+    groups = plan_p2p_groups(per_round, topology)
     for members in groups:
-        topology.check_messages(members)
-    return groups
-
-
-def _no_gpus(ranks: Sequence[str]) -> list[RankGpuInfo]:
-    return [RankGpuInfo()] * len(ranks)
+        topology.check_communicator(members)
+    return Strategy(name, reason, per_round, groups)
 
 
 class P2pEngineEnd(EngineEnd):
