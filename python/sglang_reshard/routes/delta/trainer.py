@@ -66,7 +66,7 @@ class DeltaTrainerEnd(TrainerEnd):
                 e: shared.get(side, request, sizes[e], device, read_from) for e, request in requests.items()
             }
         sections = [source.section for source in (self._sources or {}).values()]
-        self._inner = self._p2p or NixlTrainerEnd(side, inner, sections)
+        self.connections = self._inner = self._p2p or NixlTrainerEnd(side, inner, sections)
         self.writable_bytes, self.holds_pages = self._inner.writable_bytes, self._inner.holds_pages
         self._first_peer = side.layout.trainer_ranks
 
@@ -101,12 +101,6 @@ class DeltaTrainerEnd(TrainerEnd):
                 self._rank,
             )
             self._sources = None
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-    def close(self) -> None:
-        self._inner.close()
 
     def _section(self, source: DeltaSource, whole: bool) -> DeltaOffer:
         nbytes = source.message_bytes if whole else source.nbytes

@@ -80,7 +80,7 @@ class P2pTrainerEnd(TrainerEnd):
         self._side, trainer_ranks = side, side.layout.trainer_ranks
         self._sender = self._sender_of(self.requests.keys())
         self._to_some: tuple[frozenset[int], P2pSender] | None = None
-        self.communicators = Communicators(
+        self.connections = self.communicators = Communicators(
             ask.groups,
             peer_id=side.trainer_rank,
             trainer_ranks=trainer_ranks,
@@ -117,12 +117,6 @@ class P2pTrainerEnd(TrainerEnd):
             {first_peer + e: sizes[e] for e in sorted(engine_ranks)},
             self.device,
         )
-
-    def abort(self) -> None:
-        self.communicators.abort()
-
-    def close(self) -> None:
-        self.communicators.close()
 
 
 def _device(backend: str, shards: Sequence[torch.Tensor]) -> torch.device:
