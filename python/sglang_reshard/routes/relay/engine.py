@@ -81,25 +81,23 @@ class RelayEngineEnd(AroundEnd):
         self._relay = Relay.of(side.request.around["relay"])
         member = side.kept.get("relay") or RelayMember(side.engine_rank)
         side.kept["relay"] = self._member = cast(RelayMember, member)
-        self._relays: Relays | None = None  # if all is read from the trainer
+        self._relays: Relays | None = None  # None if all is read from the trainer
 
     def connect(self, meeting: Meeting) -> None:
-        self._relays = self._member.agree(meeting, self._nixl.side, self._relay)
-        if self._relays is not None:
+        said: dict[str, str] = {}
+        try:
+            self._relays = self._member.agree(meeting, self._nixl.side, self._relay)
             self._nixl.open(meeting)
-            try:
-                self._prepare(self._relays)
-            except RelayLost as lost:
-                logger.warning(
-                    "engine rank %d: %s; it reads all weights from the trainer", self._reads.engine_rank, lost
-                )
-                self._nixl.reader.close()
-                self._member.passes_nothing_on(self._relay, str(lost))
-                self._relays = None
-        if self._relays is None:
+            self._prepare(self._relays)
+        except RelayLost as lost:
+            logger.warning("engine rank %d: %s; it reads all weights from the trainer", self._reads.engine_rank, lost)
+            said = {"remark": str(lost)} if lost.final else {"detour": _detour(lost)}
+        if said:  # by now the buckets of streams that cannot be used are freed
+            self._relays = None
+            self._nixl.close()
+            self._member.passes_nothing_on(self._relay)
             self._nixl.connect(meeting)
-            self.nbytes, detour = self._nixl.nbytes, _detour(self._member.lost)
-            self.traffic = msgspec.structs.replace(self._nixl.traffic, detour=detour, remark=self._member.remark)
+            self.nbytes, self.traffic = self._nixl.nbytes, msgspec.structs.replace(self._nixl.traffic, **said)
 
     def serves(self, request: DistributedUpdateWeightsReq) -> bool:
         asked = Relay.of(request.around["relay"])
@@ -184,7 +182,7 @@ class RelayEngineEnd(AroundEnd):
             read[trainer_rank] = read.get(trainer_rank, 0) + sum(stream.payload_bytes)
             received += stream.read_bytes
         self._counts = _own_counts(relays, self._direct.values())
-        self.traffic = Traffic(received, read, detour=_detour(str(lost)))
+        self.traffic = Traffic(received, read, detour=_detour(lost))
         return list(self._direct.values())
 
     def _unconverted(self, tensors: int) -> np.ndarray:
@@ -231,8 +229,8 @@ def _own_counts(relays: Relays, streams: Iterable[Stream]) -> list[tuple[Stream,
     return found
 
 
-def _detour(lost: str) -> str:
-    return lost and f"engines did not pass on all weights: {lost}"
+def _detour(lost: RelayLost) -> str:
+    return f"engines did not pass on all weights: {lost}"
 
 
 def _message_bytes(plans: Sequence[ReadPlan], bucket_bytes: int) -> list[dict[int, int]]:

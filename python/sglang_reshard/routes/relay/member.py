@@ -24,7 +24,7 @@ from sglang_reshard.routes.base import EngineSide, Kept, Meeting
 from sglang_reshard.routes.nixl.remote_shards import RemoteShard, RemoteShards, check_remote_shards
 from sglang_reshard.routes.nixl.source import NixlSource
 from sglang_reshard.routes.relay.offers import Offer, OfferedMemory, OfferedRank, Relay, RelayOffers, make_offer
-from sglang_reshard.routes.relay.progress import NO_OWNER, Progress, RelayRoute, Relays
+from sglang_reshard.routes.relay.progress import NO_OWNER, Progress, RelayLost, RelayRoute, Relays
 from sglang_reshard.trace.live_shards import LiveShard, readable_shards
 from sglang_reshard.trace.program import Program
 
@@ -33,11 +33,7 @@ _NO_SHARD = RemoteShard("", 0, 0, ())
 
 
 class RelayMember(Kept):
-    """One engine rank's part in passing on weights. Keeps its memory registered as long as the same program writes it.
-
-    lost    why weights are not passed on in this update, though they might be in another; empty if they are
-    remark  why they are not passed on, and will not be
-    """
+    """One engine rank's part in passing on weights. Its memory is registered as long as one program writes it."""
 
     def __init__(self, engine_rank: int) -> None:
         self._rank = engine_rank
@@ -45,11 +41,9 @@ class RelayMember(Kept):
         self._word: NixlSource | None = None  # its memory is read as long as anybody may ask for it
         self._source: NixlSource | None = None
         self._held: tuple[Program, _Held] | None = None
-        self.lost = self.remark = ""
 
-    def agree(self, meeting: Meeting, side: EngineSide, relay: Relay) -> Relays | None:
-        """Returns what this rank reads from other engines; None if it reads all from the trainer. Collective."""
-        self.lost = self.remark = ""
+    def agree(self, meeting: Meeting, side: EngineSide, relay: Relay) -> Relays:
+        """Returns what this rank reads from other engines. Raises RelayLost if it cannot. Collective."""
         self._progress.reset()  # an earlier trainer's updates had other numbers
         offers = RelayOffers(meeting.session, relay, side.reads.timeout_s, meeting.scope)
         own = self._part(offers, side)
@@ -57,21 +51,16 @@ class RelayMember(Kept):
         if self._rank == 0:
             make_offer(meeting.session, relay, relay.own, _offer(offers, parts))
         check, of_all = offers.all()
-        failed = [(name, o) for name, o in zip(relay.engines, of_all, strict=True) if o.error]
-        if failed:
-            name, offer = failed[0]
-            reason = f"engines do not pass on weights to each other, because {name} cannot: {offer.error}"
-            self.lost, self.remark = ("", reason) if offer.final else (reason, "")
-        elif of_all[relay.own].ranks[self._rank].memory != own.memory:
-            self.lost = f"engine rank {self._rank} has different memory than it offered to other engines"
-        else:
-            return self._relays(relay, of_all, check, offers, side)
-        self._progress.stop(relay.update)
-        return None
+        for name, offer in zip(relay.engines, of_all, strict=True):
+            if offer.error:
+                why = f"do not pass on weights to each other, because {name} cannot: {offer.error}"
+                raise RelayLost("engines", why, final=offer.final)
+        if of_all[relay.own].ranks[self._rank].memory != own.memory:
+            raise RelayLost(f"engine rank {self._rank}", "has different memory than it offered to other engines")
+        return self._relays(relay, of_all, check, offers, side)
 
-    def passes_nothing_on(self, relay: Relay, lost: str) -> None:
-        """This rank reads all from the trainer in this update, because another engine is `lost`."""
-        self.lost = lost
+    def passes_nothing_on(self, relay: Relay) -> None:
+        """This rank reads all from the trainer in this update."""
         self._progress.stop(relay.update)
 
     def failed(self, request: DistributedUpdateWeightsReq) -> None:

@@ -29,11 +29,11 @@ STALLED_S = 10.0  # without progress, until what an engine has not passed on is 
 
 
 class RelayLost(ReshardError):
-    """An engine does not pass on its tensors. `engine` names it."""
+    """An engine does not pass on its tensors. `engine` names it. `final`: nor will it in another update."""
 
-    def __init__(self, engine: str, why: str) -> None:
+    def __init__(self, engine: str, why: str, *, final: bool = False) -> None:
         super().__init__(f"{engine} {why}")
-        self.engine = engine
+        self.engine, self.final = engine, final
 
 
 class Progress:
