@@ -179,9 +179,6 @@ class Sections:
             part.buffer.numpy()[: len(own)] = own
         return lambda: None
 
-    def close(self) -> None:
-        pass
-
     def _expected(self, rows: list[Described] | None, nbytes: int) -> list[np.ndarray] | None:
         """The messages once a delta is applied; None if it is refused."""
         table, begin = self._begin

@@ -183,7 +183,7 @@ class EngineEnd(_End):
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         """Brings the weights to where `Reads.program` writes them; with `taken`, from the offers.
 
-        On failure it ends the connections, so that ranks that wait for this one fail as well.
+        The caller closes an end that fails, so that ranks that wait for this one fail as well.
         """
         raise NotImplementedError
 

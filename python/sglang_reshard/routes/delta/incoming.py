@@ -55,9 +55,6 @@ class Incoming:
         """Receives all messages of these trainer ranks as they are, and brings them to where they belong."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        raise NotImplementedError
-
 
 class P2pReceives(Incoming):
     """Trainer ranks send them."""
@@ -85,10 +82,6 @@ class P2pReceives(Incoming):
                 self._whole = wanted, built
         rounds = self._whole[1]
         run_rounds(len(rounds), lambda n: communicators.receive(rounds[n][0]).wait, lambda n: rounds[n][1].run())
-
-    def close(self) -> None:
-        if self._communicators is not None:
-            self._communicators.close()
 
 
 class NixlReads(Incoming):
@@ -138,10 +131,4 @@ class NixlReads(Incoming):
             self._reader.release(reads)
 
     def receive_whole(self, trainer_ranks: Sequence[int]) -> None:
-        streams = [self._streams[trainer_rank] for trainer_rank in trainer_ranks]
-        for stream in streams:
-            stream.begin()
-        read_streams(self._reads, streams)
-
-    def close(self) -> None:
-        self._reader.close()
+        read_streams(self._reads, [self._streams[trainer_rank] for trainer_rank in trainer_ranks])

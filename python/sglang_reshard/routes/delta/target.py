@@ -95,28 +95,11 @@ class DeltaTarget:
             )
 
     def receive_indexes(self, sections: Sections) -> None:
-        """Receives tables and indexes, and checks them. Raises as transports do, and Mismatch for damaged data.
-
-        On failure it closes the connections, so that ranks that wait for this one fail as well.
-        """
-        try:
-            self._incoming.begin(sections)
-            self._checked = self._receive_indexes(sections)
-            self._check_indexes()
-        except BaseException:
-            self._checked = {}
-            self._incoming.close()
-            raise
-
-    def move(self, sections: Sections) -> None:
-        """Receives the values, and writes them. Raises as transports do, after closing the connections."""
-        try:
-            self._move(sections)
-        except BaseException:
-            self._incoming.close()
-            raise
-        finally:
-            self._checked = {}
+        """Receives tables and indexes, and checks them. Raises as transports do, and Mismatch for damaged data."""
+        self._incoming.begin(sections)
+        found = self._receive_indexes(sections)
+        self._check_indexes(found)
+        self._checked = found
 
     def _receive_indexes(self, sections: Sections) -> dict[int, _Checked]:
         encoded_only = {t: m for t, m in self._written.items() if not sections[t].whole}
@@ -140,10 +123,10 @@ class DeltaTarget:
             self._run_rounds({t: own.encodings.index_pieces(self._round_bytes[t]) for t, own in found.items()}, keep)
         return found
 
-    def _check_indexes(self) -> None:
+    def _check_indexes(self, found: Mapping[int, _Checked]) -> None:
         checked = [
             (rank, number, how, index)
-            for rank, own in self._checked.items()
+            for rank, own in found.items()
             for number, (how, index) in enumerate(zip(own.encodings.encoded, own.indexes, strict=True))
             if len(index)
         ]
@@ -154,11 +137,13 @@ class DeltaTarget:
                 why = f"the positions of its {how.changed:,} changes ({how.kind.name}) are invalid"
                 raise self._damaged(rank, number, why)
 
-    def _move(self, sections: Sections) -> None:
+    def move(self, sections: Sections) -> None:
+        """Receives the values, and writes them. Raises as transports do."""
+        checked, self._checked = self._checked, {}
         self._direct.run()
 
         def write(arrived: PlacedPiece) -> None:
-            messages, own = self._written[arrived.trainer_rank], self._checked[arrived.trainer_rank]
+            messages, own = self._written[arrived.trainer_rank], checked[arrived.trainer_rank]
             sizes = [own.encodings.value_bytes[n] for n in arrived.messages]
             with torch.inference_mode():
                 for n, values in zip(arrived.messages, arrived.buffer.split(sizes), strict=True):
@@ -167,13 +152,11 @@ class DeltaTarget:
                         apply(how, own.indexes[n], values, messages.unit_bytes, messages.read(n))
                         messages.write(n)
 
-        self._run_rounds(
-            {t: own.encodings.value_pieces(self._round_bytes[t]) for t, own in self._checked.items()}, write
-        )
+        self._run_rounds({t: own.encodings.value_pieces(self._round_bytes[t]) for t, own in checked.items()}, write)
         self._incoming.receive_whole([t for t, section in sections.items() if section.whole])
         read_bytes = self._direct.read_bytes | {t: sections[t].nbytes for t in self._written}
-        changed = sum(message.changed for own in self._checked.values() for message in own.encodings.encoded)
-        compared = sum(sum(self._written[t].units) for t in self._checked)
+        changed = sum(message.changed for own in checked.values() for message in own.encodings.encoded)
+        compared = sum(sum(self._written[t].units) for t in checked)
         self.traffic = Traffic(sum(read_bytes.values()), read_bytes, compared=compared, changed=changed)
 
     def _run_rounds(self, pieces: Mapping[int, Sequence[Piece]], arrived: Callable[[PlacedPiece], None]) -> None:

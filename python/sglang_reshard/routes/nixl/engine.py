@@ -62,13 +62,7 @@ class NixlEngineEnd(EngineEnd):
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         """Raises PeerDisconnected and DeadlineExceeded for trainer ranks."""
-        for stream in self.streams.values():
-            stream.begin()
-        try:
-            read_streams(self.side.reads, list(self.streams.values()))
-        except BaseException:
-            self.reader.close()
-            raise
+        read_streams(self.side.reads, list(self.streams.values()))
 
 
 engine_end, trainer_end = NixlEngineEnd, NixlTrainerEnd

@@ -66,7 +66,8 @@ class Stream:
         self._messages = [self._prepare(link, m, buckets[n % BUCKETS]) for n, m in enumerate(link.messages)]
         self.extra_bytes = sum(b.numel() for b in buckets) + sum(c.table_bytes for _, c in self._messages if c)
 
-    def begin(self) -> None:
+    def begin(self, update: int) -> None:
+        """Nothing has arrived yet in this update."""
         self.finished, self.started, self.is_done = 0, 0, False
 
     def advance(self) -> bool:
@@ -147,13 +148,19 @@ def cut_link(
     )
 
 
-def read_streams(reads: Reads, streams: Sequence[Stream], advanced: Callable[[], None] = lambda: None) -> None:
+def read_streams(
+    reads: Reads, streams: Sequence[Stream], advanced: Callable[[], None] = lambda: None, update: int = 0
+) -> None:
     """Reads all streams to their ends. Calls `advanced` at the beginning, and whenever anything has arrived.
+
+    update  that it is of, see `Stream.begin`
 
     Raises PeerDisconnected if a read fails, and DeadlineExceeded if none ends in `reads.timeout_s`.
     """
     left, polls, since, landing = list(streams), 0, time.monotonic(), reads.landing
     filling = [stream for stream in streams if stream.landing is not None]
+    for stream in streams:
+        stream.begin(update)
     advanced()
     while left:
         has_advanced = False

@@ -114,14 +114,9 @@ class P2pEngineEnd(EngineEnd):
         return engine_links(layout, reads.read_plan, reads.program, self.round_bytes, as_kept=self._as_kept)
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
-        """Raises as `PendingOps.wait` does, after closing the communicators."""
-        try:
-            run_rounds(len(self._rounds), self._receive, self._unpack, self._direct.run)
-            self._direct.finish_from(len(self._rounds))
-        except BaseException:
-            if self.communicators is not None:
-                self.communicators.close()
-            raise
+        """Raises as `PendingOps.wait` does."""
+        run_rounds(len(self._rounds), self._receive, self._unpack, self._direct.run)
+        self._direct.finish_from(len(self._rounds))
 
     def _receive(self, number: int) -> Wait:
         assert self.communicators is not None  # ranks with rounds have them

@@ -44,8 +44,8 @@ class RelayedStream(Stream):
         self._gate, self._advanced_at = gate, 0.0
         self._needed = [max(tensors) + 1 for tensors in link.tensors]  # complete tensors, for each message
 
-    def begin_update(self, update: int) -> None:
-        self.begin()
+    def begin(self, update: int) -> None:
+        super().begin(update)
         self._gate.begin(update)
         self._advanced_at = time.monotonic()
 
@@ -105,28 +105,20 @@ class RelayEngineEnd(AroundEnd):
         return same and not self.traffic.detour
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
-        """Raises PeerDisconnected and DeadlineExceeded for trainer ranks; in this case the reader is closed."""
+        """Raises PeerDisconnected and DeadlineExceeded for trainer ranks."""
         if self._relays is None:
             self._nixl.move(request, taken)
             return
         update = Relay.of(request.around["relay"]).update
         self._relays.progress.begin(update, self._relays.check)
-        for stream in self._direct.values():
-            stream.begin()
-        for relayed in self._all_relayed():
-            relayed.begin_update(update)
         try:
-            try:
-                read_streams(self._reads, [*self._direct.values(), *self._all_relayed()], self._announce)
-                self.traffic = self._whole
-            except RelayLost as lost:
-                logger.warning(
-                    "engine rank %d: %s; it reads the remaining weights from the trainer", self._reads.engine_rank, lost
-                )
-                read_streams(self._reads, self._instead_of_relays(self._relays, lost), self._announce)
-        except BaseException:
-            self._nixl.reader.close()
-            raise
+            read_streams(self._reads, [*self._direct.values(), *self._all_relayed()], self._announce, update)
+            self.traffic = self._whole
+        except RelayLost as lost:
+            logger.warning(
+                "engine rank %d: %s; it reads the remaining weights from the trainer", self._reads.engine_rank, lost
+            )
+            read_streams(self._reads, self._instead_of_relays(self._relays, lost), self._announce)
 
     def has_arrived(self, request: DistributedUpdateWeightsReq) -> None:
         """Lets other engines take all from here."""
