@@ -75,10 +75,8 @@ class P2pReceives(Incoming):
         if self._whole[0] != wanted:
             self._whole, self.extra_bytes = ((), []), 0  # so that its buckets are freed
             if wanted:
-                reads, sizes = self._reads, {t: self._sizes[t] for t in wanted}
-                layout = reads.tensor_index.layout
-                links = engine_links(layout, reads.read_plan, reads.program, sizes, as_kept=True)
-                built, self.extra_bytes = build_rounds(links, reads.device, pack=False)
+                links = engine_links(self._reads, {t: self._sizes[t] for t in wanted}, as_kept=True)
+                built, self.extra_bytes = build_rounds(links, self._reads.device, pack=False)
                 self._whole = wanted, built
         rounds = self._whole[1]
         run_rounds(len(rounds), lambda n: communicators.receive(rounds[n][0]).wait, lambda n: rounds[n][1].run())

@@ -25,7 +25,7 @@ from sglang_reshard.routes.delta.incoming import Incoming, PlacedPiece
 from sglang_reshard.routes.delta.messages import Encodings, LinkMessages, Piece
 from sglang_reshard.routes.delta.offer import Sections
 from sglang_reshard.routes.ipc import DirectReads, mapped_reads
-from sglang_reshard.routes.p2p.links import P2pLink, engine_links, packed_bytes
+from sglang_reshard.routes.p2p.links import engine_links, packed_bytes
 from sglang_reshard.routes.p2p.messages import sent_reads
 from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
 from sglang_reshard.shown_names import some_names
@@ -54,13 +54,9 @@ class DeltaTarget:
         round_bytes  trainer rank -> bytes of a round, for the trainer ranks that send
         """
         self._reads, self._round_bytes, self._incoming, device = reads, round_bytes, incoming, reads.device
-        layout, plan = reads.tensor_index.layout, reads.read_plan
-
-        def links(program: Program) -> dict[int, P2pLink]:
-            return engine_links(layout, plan, program, round_bytes, as_kept=True)
-
-        written = links(reads.program)
-        read = written if live is reads.program else links(live)
+        written = read = engine_links(reads, round_bytes, as_kept=True)
+        if live is not reads.program:
+            read = engine_links(reads, round_bytes, live=live, as_kept=True)
         sizes = [packed_bytes(link.rounds(device)) for link in (*written.values(), *read.values())]
         bucket = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
         self._links = written

@@ -12,7 +12,7 @@ from sglang_reshard.protocol.messages import Prepare, encode
 from sglang_reshard.routes.base import Meeting, TrainerEnd, TrainerSide
 from sglang_reshard.routes.delta.offer import DeltaOffer
 from sglang_reshard.routes.delta.source import DeltaSource, send_sections
-from sglang_reshard.routes.nixl.ask import trainer_name
+from sglang_reshard.routes.nixl.remote_shards import trainer_name
 from sglang_reshard.routes.nixl.trainer import NixlTrainerEnd
 from sglang_reshard.routes.p2p.ask import Links, get_send_requests, invalid_ask
 from sglang_reshard.routes.p2p.links import sent_link

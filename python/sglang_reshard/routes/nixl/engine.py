@@ -9,8 +9,8 @@ from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepare
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting
-from sglang_reshard.routes.nixl.ask import get_remote_shards, trainer_name
 from sglang_reshard.routes.nixl.reader import NixlReader
+from sglang_reshard.routes.nixl.remote_shards import get_remote_shards, trainer_name
 from sglang_reshard.routes.nixl.streams import Stream, read_streams, trainer_streams
 from sglang_reshard.routes.nixl.trainer import NixlTrainerEnd
 from sglang_reshard.routes.p2p.ask import Links

@@ -21,8 +21,8 @@ from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import ReadPlan
 from sglang_reshard.routes.base import Reads
 from sglang_reshard.routes.nixl.agent import memory_kind
-from sglang_reshard.routes.nixl.ask import trainer_name
 from sglang_reshard.routes.nixl.reader import NixlReader
+from sglang_reshard.routes.nixl.remote_shards import trainer_name
 from sglang_reshard.routes.p2p.links import destination_views, targets_by_round
 from sglang_reshard.routes.p2p.messages import send_request
 from sglang_reshard.routes.read_link import ReadLink, ReadMessage

@@ -8,7 +8,7 @@ import torch
 
 from sglang_reshard.protocol.messages import Prepare
 from sglang_reshard.routes.base import TrainerEnd, TrainerSide
-from sglang_reshard.routes.nixl.ask import put_remote_shards, trainer_name
+from sglang_reshard.routes.nixl.remote_shards import put_remote_shards, trainer_name
 from sglang_reshard.routes.nixl.source import NixlSource
 from sglang_reshard.routes.p2p.ask import Links
 

@@ -110,8 +110,7 @@ class P2pEngineEnd(EngineEnd):
         self.traffic = Traffic.of(self._direct.read_bytes | {t: link.payload_bytes for t, link in links.items()})
 
     def _cut(self) -> dict[int, P2pLink]:
-        reads, layout = self._side.reads, self._side.reads.tensor_index.layout
-        return engine_links(layout, reads.read_plan, reads.program, self.round_bytes, as_kept=self._as_kept)
+        return engine_links(self._side.reads, self.round_bytes, as_kept=self._as_kept)
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         """Raises as `PendingOps.wait` does."""

@@ -20,9 +20,9 @@ from sglang_reshard.observability.report import Traffic
 from sglang_reshard.plan import ReadPlan
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.base import AroundEnd, EngineEnd, EngineSide, Meeting
-from sglang_reshard.routes.nixl.ask import trainer_name
 from sglang_reshard.routes.nixl.engine import NixlEngineEnd
 from sglang_reshard.routes.nixl.reader import NixlReader
+from sglang_reshard.routes.nixl.remote_shards import trainer_name
 from sglang_reshard.routes.nixl.streams import Stream, cut_link, read_streams, trainer_streams
 from sglang_reshard.routes.p2p.messages import round_bytes
 from sglang_reshard.routes.read_link import ReadLink
