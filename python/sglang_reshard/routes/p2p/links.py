@@ -55,8 +55,8 @@ def engine_links(
     live     what writes the views; by default the program of `reads`
     as_kept  items are sent in the dtypes of the kept weights, see `kept_dtypes`
     """
-    links, program, plan = {}, live or reads.program, reads.read_plan
-    layout = reads.tensor_index.layout
+    layout, plan, links = reads.tensor_index.layout, reads.read_plan, {}
+    program = reads.program if live is None else live
     for trainer_rank, nbytes in round_bytes.items():
         dtypes = kept_dtypes(layout, plan, program, trainer_rank) if as_kept else ()
         request = send_request(plan, trainer_rank, dtypes)
