@@ -36,7 +36,6 @@ from sglang_reshard.routes.delta import encoding
 from sglang_reshard.routes.delta import target as target_module
 from sglang_reshard.routes.delta.encoding import UNITS, encode, index_room
 from sglang_reshard.routes.delta.incoming import P2pReceives
-from sglang_reshard.routes.delta.messages import table_bytes, values_begin
 from sglang_reshard.routes.delta.offer import DeltaOffer
 from sglang_reshard.routes.delta.source import DeltaSource
 from sglang_reshard.routes.delta.target import DeltaTarget
@@ -121,7 +120,7 @@ class Sections:
             for shard, before in zip(shards, changed, strict=True):
                 shard.copy_(before)
         assert len(self._sent) >= 2, "deltas of this model are not sent"
-        self._begin = table_bytes(len(self.messages)), values_begin(self.messages)
+        self._begin = self.messages.table_bytes, self.messages.values_begin
         self._gaps = self._find_gaps()
         self._kept_base = self.live.clone()
 
@@ -180,9 +179,6 @@ class Sections:
             part.buffer.zero_()  # what the table announces, and nobody has sent
             part.buffer.numpy()[: len(own)] = own
         return lambda: None
-
-    def close(self) -> None:
-        pass
 
     def _expected(self, rows: list[Described] | None, nbytes: int) -> list[np.ndarray] | None:
         """The messages once a delta is applied; None if it is refused."""
