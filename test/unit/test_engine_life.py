@@ -31,19 +31,14 @@ CPU = torch.device("cpu")
 
 
 class Noting(CudaRuntime):
-    """Notes what is asked of the GPU. A wait takes `synchronize_s` seconds."""
+    """Notes what is asked of the GPU."""
 
-    def __init__(self, synchronize_s: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.noted: list[str] = []
-        self._synchronize_s = synchronize_s
 
     def synchronize(self, devices: Any) -> None:
         self.noted.append("synchronize")
-        time.sleep(self._synchronize_s)
-
-    def trim(self, device: torch.device) -> None:
-        self.noted.append("trim")
 
     @contextmanager
     def own_stream(self, device: torch.device) -> Iterator[None]:
@@ -102,29 +97,6 @@ def test_the_trainer_is_answered_after_every_engine_rank_has_unmapped(names: dic
         before_answer = times[: times.index(-1.0)]
         assert before_answer
         assert max(before_answer) < answered, "a rank had the trainer's memory mapped after the answer"
-
-
-def note_life(rank: int, size: int, requests: Any, *_: Any) -> list[str]:
-    noting = Noting(synchronize_s=0.2)
-    use(noting)
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, CPU)
-    for request in requests:
-        requests.answer(receiver.update(request))
-    return noting.noted
-
-
-@pytest.mark.parametrize("unmap_after", [True, False])
-def test_memory_returns_to_the_gpu_only_for_a_trainer_that_needs_it(unmap_after: bool) -> None:
-    """Point 17: buckets that are dropped do not stay reserved while the engine sleeps."""
-    _, (noted,) = run_world(1, 1, update_with, note_life, {"unmap_after": unmap_after}, {})
-    assert noted.count("trim") == unmap_after
-
-
-def test_a_move_has_ended_when_its_seconds_are_taken() -> None:
-    """Point 20: the copies have only been given to the GPU when the transport returns."""
-    ((_, seconds),), _ = run_world(1, 1, update_with, note_life, {}, {})
-    assert seconds["move"] >= 0.2
-    assert seconds["commit"] >= 0.2
 
 
 # -- a staged update, beside the model
