@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.prepared import Transfers
-from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
@@ -25,6 +23,7 @@ from sglang_reshard.patches.attached import attached
 from sglang_reshard.patches.draft_models import Drafts
 from support.gpu_runtime import replaced_runtime
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 CPU = torch.device("cpu")
@@ -59,15 +58,13 @@ def noting() -> Iterator[Noting]:
 
 def update_with(trainer: Any, options: dict[str, Any], names: dict[str, str]) -> tuple[float, Any]:
     """When the trainer was answered, and what."""
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     weights = [(names.get(name, name), tensor) for name, tensor in checkpoint(1).items()]
     try:
         outcome = sender.update(weights, **options).seconds
     except ReshardError as error:
         outcome = str(error)
-    answered = time.monotonic()
-    sender.close()
-    return answered, outcome
+    return time.monotonic(), outcome
 
 
 def unmap_slowly(rank: int, size: int, requests: Any, *_: Any) -> list[float]:
@@ -80,7 +77,7 @@ def unmap_slowly(rank: int, size: int, requests: Any, *_: Any) -> list[float]:
             super().unmap()
             unmapped.append(time.monotonic())
 
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, CPU)
+    receiver = receiver_of(ToyRank(rank, size))
     receiver._executor.transfers = SlowCache(rank, CPU, live=True)
     for request in requests:
         requests.answer(receiver.update(request))
@@ -115,7 +112,7 @@ def fail_staged(rank: int, size: int, requests: Any, *_: Any) -> list[str]:
         def _verify(self, context: Any) -> None:
             raise Mismatch("spoiled")
 
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, CPU)
+    receiver = receiver_of(ToyRank(rank, size))
     receiver._executor = Spoiled(TracedModel(ToyRank(rank, size)), rank, CPU)
     receiver._executor.transfers = NotingCache(rank, CPU, live=True)
     for request in requests:
