@@ -10,10 +10,6 @@ from sglang_reshard.sources import SourceLayout
 from support import plans
 
 
-def whole_of(layout: SourceLayout, random: Random) -> dict[str, torch.Tensor]:
-    return plans.values(layout, random.getrandbits(32))
-
-
 def shards_of(
     layout: SourceLayout, whole: dict[str, torch.Tensor], trainer_rank: int, random: Random
 ) -> list[torch.Tensor]:
