@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, TornWeights, Unsupported
 from sglang_reshard.landings.checked.whole_model import with_kept
@@ -142,12 +141,11 @@ def train_for_an_answer_that_is_lost(trainer):
             raise EngineUnreachable("a proxy closed the connection")
         return answer
 
-    sender = WeightSender.over(trainer.group, send, timeout_s=30)
+    sender = trainer.sender(lambda _: send)
     found = [
         sender.update(tensors, verify="full", frozen=["down", "norm"])
         for tensors in (checkpoint(1), without(checkpoint(2), *TOWER))
     ]
-    sender.close()
     return [(report.kept, report.digest != "") for report in found]
 
 
