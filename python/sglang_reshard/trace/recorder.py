@@ -203,11 +203,11 @@ class Recorder:
             return
         if isinstance(content, torch.Tensor):
             read = self.as_lazy(content, always=True)
-            if read.shape != to.shape:
-                read.meta.expand(to.shape)  # raises what torch raises when the shapes do not fit
-            content = self.view_of(read).expanded(tuple(to.shape))
-        elif self.scalars is not None and (origin := self.scalars.origin(content)) is not None:
-            content = origin.expanded(tuple(to.shape))
+            if read.shape != to.shape:  # raises what torch raises when the shapes do not fit
+                read = self.lazy(read.meta.expand(to.shape), read.lazy_storage)
+            content = self.view_of(read)
+        elif self.scalars is not None and (origin := self.scalars.origin(content, tuple(to.shape))) is not None:
+            content = origin
         if type(to) is not LazyTensor:
             key = storage_key(to)
             if key in self.storages:
