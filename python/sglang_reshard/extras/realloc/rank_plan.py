@@ -26,7 +26,14 @@ from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.memory.mapping import host_identity
 from sglang_reshard.memory.overlap import Written, written_once
 from sglang_reshard.plan import RankLocation, ReadPlan, TensorIndex, plan_reads
-from sglang_reshard.routes.p2p.links import Round, build_rounds, destination_view, engine_links, sent_link
+from sglang_reshard.routes.p2p.links import (
+    P2pLink,
+    Round,
+    build_rounds,
+    destination_view,
+    destination_views,
+    sent_link,
+)
 from sglang_reshard.routes.p2p.messages import SendRequest, send_request
 from sglang_reshard.routes.wire.rounds import Wait, run_rounds
 from sglang_reshard.shown_names import some_names
@@ -135,7 +142,9 @@ class RankPlan:
         to_peers, from_peers = per_round[self._rank].tolist(), per_round[:, self._rank].tolist()
         layout, sizes = self.index.layout, {peer: from_peers[peer] for peer in self.packed_requests}
         sends = {peer: sent_link(layout, shards, request, to_peers[peer]) for peer, request in asked.items()}
-        receives = engine_links(layout, self._reads, self._program, sizes)
+        views = functools.partial(destination_views, self._program, self._reads)
+        requests = {peer: send_request(self._reads, peer) for peer in sizes}
+        receives = {p: P2pLink.cut(layout, requests[p], nbytes, views(p)) for p, nbytes in sizes.items()}
         copied = list(self._copied(shards))
         written = [view for link in receives.values() for views in link.views for view in views]
         written += [destination for destination, _, _ in copied]
