@@ -7,7 +7,7 @@ import torch
 from fuzz.arbitrary import changed, value_of
 from fuzz.in_process import Mail
 from fuzz.settings import fuzzed
-from fuzz.states import shards_of, whole_of
+from fuzz.states import shards_of
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
@@ -15,6 +15,7 @@ from sglang_reshard.routes.p2p.ask import Links, P2pAsk, check_send_request
 from sglang_reshard.routes.p2p.messages import SendRequest, send_request
 from sglang_reshard.routes.p2p.trainer import P2pSender
 from support.drawn import copies_of, layout_of
+from support.plans import values
 
 CPU = torch.device("cpu")
 
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 def state_of(random):
     layout = layout_of(random)
     rank = random.randrange(layout.trainer_ranks)
-    return layout, rank, shards_of(layout, whole_of(layout, random), rank, random)
+    return layout, rank, shards_of(layout, values(layout, random.getrandbits(32)), rank, random)
 
 
 def carry_out(order, layout, shards, share):

@@ -9,7 +9,7 @@ import torch
 
 from fuzz.in_process import Guarded, Mail, RoomGroups, Rooms
 from fuzz.settings import fuzzed
-from fuzz.states import shards_of, whole_of
+from fuzz.states import shards_of
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.layout.decoders import pack_blob, unpack_blob
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
@@ -26,7 +26,7 @@ from sglang_reshard.routes.p2p.trainer import P2pSender
 from sglang_reshard.sources import SourceLayout, TrainerState
 from sglang_reshard.trace.program import Program
 from support.drawn import copies_of, layout_of
-from support.plans import assembled_states
+from support.plans import assembled_states, values
 from support.sent import receiving
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def test_every_element_lands_and_nothing_else_is_written(random):
     trainer_hosts = tuple(random.choice(hosts) for _ in range(layout.trainer_ranks))
     engine_hosts = [random.choice(hosts) for _ in range(engines)]
     bucket = random.choice((1, 16, 100, 1000, 1 << 20))
-    whole = whole_of(layout, random)
+    whole = values(layout, random.getrandbits(32))
     shards = {t: shards_of(layout, whole, t, random) for t in range(layout.trainer_ranks)}
     before = {t: [shard.clone() for shard in own] for t, own in shards.items()}
     copies = [copies_of(layout, random) for _ in range(engines)]
@@ -137,7 +137,7 @@ def test_pieces_are_the_tensor(random):
     """What the layout says of who holds what is what the tensor is, to the element."""
     layout = layout_of(random)
     check_layout(layout, layout.trainer_ranks)
-    whole = whole_of(layout, random)
+    whole = values(layout, random.getrandbits(32))
     shards = [tuple(shards_of(layout, whole, t, random)) for t in range(layout.trainer_ranks)]
     found = assembled_states([TrainerState(layout, own, ()) for own in shards])
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())

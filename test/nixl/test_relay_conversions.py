@@ -82,8 +82,8 @@ def losing(after: int) -> Iterator[None]:
     from_trainer: list[Stream] = []
     begin = Stream.begin
 
-    def begun(self: Stream) -> None:
-        begin(self)
+    def begun(self: Stream, update: int) -> None:
+        begin(self, update)
         if not isinstance(self, RelayedStream):
             from_trainer.append(self)
 

@@ -45,11 +45,11 @@ class StoreEngineEnd(EngineEnd):
 
     def connect(self, meeting):
         reads, self._session = self._side.reads, meeting.session
-        layout, plan, sizes = reads.tensor_index.layout, reads.read_plan, self._sizes
+        plan, sizes = reads.read_plan, self._sizes
         self._landing = reads.landing
         if reads.program.arrivals:  # what is converted needs memory, and views of it
-            self._landing.place(targets_by_round(engine_links(layout, plan, reads.program, sizes), plan), ())
-        self._rounds, self.nbytes = build_rounds(engine_links(layout, plan, reads.program, sizes), CPU, pack=False)
+            self._landing.place(targets_by_round(engine_links(reads, sizes), plan), ())
+        self._rounds, self.nbytes = build_rounds(engine_links(reads, sizes), CPU, pack=False)
 
     @property
     def traffic(self):

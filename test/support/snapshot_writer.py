@@ -17,15 +17,17 @@ from sglang_reshard.extras.snapshots.of_sender import SnapshotOptions, SnapshotR
 
 
 class Alone:
-    """The session of one trainer rank."""
+    """The sender of one trainer rank, and its session."""
 
-    def __init__(self) -> None:
-        self.client = self
+    ranks = 0, (0,)
+
+    def __init__(self, timeout_s: float) -> None:
+        self.session, self.timeout_s = self, timeout_s
 
     def put(self, _layout: Any) -> str:
         return ""
 
-    def all_gather(self, _name: str, _rank: int, _size: int, own: bytes, _s: float, explain: Any) -> list[bytes]:
+    def exchange(self, _name: str, own: bytes, _s: float, _explain: Any) -> list[bytes]:
         return [own]
 
 
@@ -46,8 +48,8 @@ def write(folder: Path, version: int, *, timeout_s: float = 5.0, **options: Any)
 def write_tensors(
     folder: Path, name: str, tensors: dict[str, torch.Tensor], *, timeout_s: float = 5.0, **options: Any
 ) -> SnapshotReport:
-    session: Any = Alone()
-    return SnapshotWriter(session, 0, (0,), timeout_s).write(tensors.items(), folder, SnapshotOptions(name, **options))
+    sender: Any = Alone(timeout_s)
+    return SnapshotWriter(sender, folder, SnapshotOptions(name, **options)).write(tensors.items())
 
 
 def is_whole(path: Path) -> bool:

@@ -12,11 +12,13 @@ from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from support.toy import DRIFTING, ToyRank, checkpoint
 
+CPU = torch.device("cpu")
 VERSIONS = (*range(10), *range(DRIFTING, DRIFTING + 5))
 
 
-def receiver_of(model: Any) -> WeightReceiver:
-    return WeightReceiver(TracedModel(model), model.rank, model.size, torch.device("cpu"))
+def receiver_of(model: Any, *rank_and_size: int, **given: Any) -> WeightReceiver:
+    """`rank_and_size`: where the model does not have them; `given`: as `TracedModel` takes it."""
+    return WeightReceiver(TracedModel(model, **given), *(rank_and_size or (model.rank, model.size)), CPU)
 
 
 def answered(receiver: WeightReceiver, requests: Any) -> Iterator[DistributedUpdateWeightsReq]:

@@ -48,9 +48,10 @@ class Trainer:
     def group(self) -> dist.ProcessGroup:
         return dist.group.WORLD
 
-    def sender(self, **options: Any) -> WeightSender:
-        """A sender to the engine. It is closed when the function has returned."""
-        sender = WeightSender.over(self.group, self.send, **{"timeout_s": 30, **options})
+    def sender(self, through: Callable[[Send], Send] = lambda send: send, **options: Any) -> WeightSender:
+        """A sender to the engine, `through` what a test puts in between; closed when the function has returned."""
+        send = None if self.send is None else through(self.send)
+        sender = WeightSender.over(self.group, send, **{"timeout_s": 30, **options})
         self.opened.callback(sender.close)
         return sender
 

@@ -13,7 +13,7 @@ from sglang_reshard.trace.live_shards import live_shards
 from sglang_reshard.trace.tracer import trace
 from support.sweep import examples
 from tools.oracle.replay import replay
-from toy_loader import BlockFp8Linear, Toy, check, specs_of
+from toy_loader import BlockFp8Linear, Toy, check, random, specs_of
 
 BLOCK = (4, 4)
 
@@ -29,10 +29,6 @@ def by_hand(weight, block=BLOCK):
         factor = torch.tensor(448.0) / largest if largest else torch.tensor(1.0)
         quantized[at], scales[i, j] = (part * factor).clamp(-448, 448).to(FP8), 1 / factor
     return quantized, scales
-
-
-def random(*shape, dtype=torch.bfloat16, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @settings(max_examples=examples(40), deadline=None)

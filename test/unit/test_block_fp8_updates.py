@@ -6,15 +6,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmark import block_fp8
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.cli.plan.rank_model import place
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.routes.base import Reads
 from sglang_reshard.trace.block_formats import quantize_blocks
 from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
+from support.toy_serving import answered, receiver_of
 from support.world import run_world
 from toy_loader import BlockFp8Linear
 
@@ -47,15 +45,12 @@ class Rank(torch.nn.Module):
 
 def train(trainer, transport, options, updates=3):
     use_nixl()
-    sender = WeightSender.over(
-        trainer.group, trainer.send, timeout_s=30, transport=transport, bucket_bytes=BUCKET_BYTES
-    )
+    sender = trainer.sender(transport=transport, bucket_bytes=BUCKET_BYTES)
     mesh = init_device_mesh("cpu", (TRAINERS,))
     reports = []
     for version in range(1, updates + 1):
         shards = {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in weights(version).items()}
         reports.append(sender.update(shards.items(), weight_version=str(version), **options))
-    sender.close()
     return reports
 
 
@@ -70,10 +65,8 @@ def forecast(transfer, rank):
 def serve(rank, size, requests, _transport, _options):
     use_nixl()
     model = Rank(rank)
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
-    differing = []
-    for version, request in enumerate(requests, start=1):
-        requests.answer(receiver.update(request))
+    receiver, differing = receiver_of(model, rank, size), []
+    for version, _ in enumerate(answered(receiver, requests), start=1):
         landing = receiver._executor.transfer.landing
         assert landing.turns > 3
         nbytes = landing.nbytes - landing.staged_bytes

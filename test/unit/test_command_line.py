@@ -45,6 +45,7 @@ FROM_KEYS = [(option.replace("--", "--from-"), *rest) for option, *rest in (*KEY
 WRONG: dict[str, list[tuple[str, str | None, str]]] = {
     "selftest": [
         ("--source", "fsdp", "NAME=SIZE"),
+        ("--source", "tp=x", "NAME=SIZE"),
         ("--source", "fdsp=2", "Did you mean 'fsdp'?"),
         ("--target", "tp=0", "positive"),
         ("--target", "tp=4,ep=3", "divide tp=4"),

@@ -4,17 +4,15 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
-import torch
 
 from benchmark.control import words
 from benchmark.control.measure import measure
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address, ControlClient
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.collectives import broadcast_message
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 TRAINERS, ENGINES, UPDATES = 3, 2, 3
@@ -51,7 +49,7 @@ def train(trainer, verify):
 
 
 def serve(_rank, _size, requests, _verify):
-    receiver = WeightReceiver(TracedModel(ToyRank(0, 1)), 0, 1, torch.device("cpu"))
+    receiver = receiver_of(ToyRank(0, 1))
     for request in requests:
         with counted() as seen:
             output = receiver.update(request)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from sglang_reshard.routes.delta import encoding
 from sglang_reshard.routes.delta.base_checksum import ROW_WORDS, message_checksum
 from sglang_reshard.routes.delta.checks import is_sound, unfit_reason, verdicts
-from sglang_reshard.routes.delta.encoding import BLOCK, UNITS, Kind, apply, cut_pieces, encode, index_room
+from sglang_reshard.routes.delta.encoding import BLOCK, UNITS, Kind, apply, encode, index_room
+from sglang_reshard.routes.delta.messages import cut_between
 
 SIZES = [1, 2, 3, 7, 8, 9, 64, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5]
 
@@ -96,11 +97,14 @@ def test_a_checksum_depends_on_where_a_value_is() -> None:
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 100))
 def test_pieces_are_all_messages_in_order(sizes: list[int], most: int) -> None:
-    pieces = cut_pieces(sizes, most)
-    covered = [number for piece in pieces for number in piece]
+    pieces = cut_between(sizes, 24, most)
+    covered = [number for piece in pieces for number in piece.messages]
     assert covered == list(range(covered[0], covered[-1] + 1)) if covered else not any(sizes)
-    assert sum(sizes) == sum(sizes[number] for number in covered)
+    end = 24
     for piece in pieces:
-        nbytes = sum(sizes[number] for number in piece)
-        assert nbytes > 0
-        assert nbytes <= most or sum(sizes[number] > 0 for number in piece) == 1
+        of_piece = [sizes[number] for number in piece.messages]
+        assert (piece.offset, piece.nbytes) == (end, sum(of_piece))
+        assert piece.nbytes > 0
+        assert piece.nbytes <= most or sum(size > 0 for size in of_piece) == 1
+        end += piece.nbytes
+    assert end == 24 + sum(sizes)

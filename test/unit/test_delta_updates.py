@@ -13,8 +13,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.routes.delta.encoding import Index, Kind
-from sglang_reshard.routes.delta.messages import table_bytes
+from sglang_reshard.routes.delta.encoding import Kind, counts_and_positions
 from sglang_reshard.routes.delta.source import DeltaSource
 from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
@@ -162,19 +161,20 @@ def encoding(trainer_rank: int, damaged: int, what: str) -> Any:
 
 def spoil(source: DeltaSource, what: str) -> None:
     """Damages the encoded messages, in the memory that they are sent from."""
-    begin = table_bytes(len(source._messages))
-    for number, encoded in enumerate(source._encoded):
+    begin = source._messages.table_bytes
+    for number, encoded in enumerate(source._encoded.encoded):
         units = source._messages.units[number]
         end = begin + encoded.index_bytes(units)
-        counts, positions, bits = Index.of(encoded, units, source.section[begin:end])
         if what == "kind":
             source.section[:8].view(torch.int64)[0] = 7
-        elif encoded.kind is Kind.POSITIONS and what == "count":
-            counts[0] = 50_000_000
         elif encoded.kind is Kind.POSITIONS:
-            positions[-1] = -1 if units % (1 << 16) else 0
+            counts, positions = counts_and_positions(encoded, units, source.section[begin:end])
+            if what == "count":
+                counts[0] = 50_000_000
+            else:
+                positions[-1] = -1 if units % (1 << 16) else 0
         elif encoded.kind is Kind.MASK:
-            bits[0] ^= 1
+            source.section[begin] ^= 1
         begin = end
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.landings.checked.disagreement import disagreement
 from sglang_reshard.landings.checked.messages import CHANGED_UNDER_WAY
 from sglang_reshard.landings.checked.regions import Selection
@@ -26,7 +25,7 @@ def serve(rank: int, size: int, requests: Any, *_: Any) -> str:
 
 
 def train(trainer: Any, kind: str, options: dict[str, Any]) -> str:
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     state: dict[str, Any] = checkpoint(1)
     if kind == "half of all":  # under the names of the other half
         state = dict(list(checkpoint(1 + trainer.rank).items())[:4])
@@ -34,9 +33,7 @@ def train(trainer: Any, kind: str, options: dict[str, Any]) -> str:
         state["down.weight"] = state["down.weight"] + 1
     elif kind == "unknown":
         state["unknown.weight"] = torch.ones(4)
-    _, says = refusal_of(lambda: sender.update(state, **options))
-    sender.close()
-    return says
+    return refusal_of(lambda: sender.update(state, **options))[1]
 
 
 @pytest.mark.parametrize("partial", [False, True])

@@ -20,16 +20,15 @@ from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import ControlServer
 from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.extras.modules.receiver import ModuleReceiver
 from sglang_reshard.extras.modules.sender import ModuleSender
 from sglang_reshard.extras.parameter_stream import ParameterStream
 from sglang_reshard.protocol.session import Session
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 DROPPED, SOON_S = 4, 20.0
-CPU = torch.device("cpu")
 
 
 def census() -> tuple[int, int, int]:
@@ -38,7 +37,7 @@ def census() -> tuple[int, int, int]:
 
 
 def receiver() -> WeightReceiver:
-    return WeightReceiver(TracedModel(ToyRank(0, 1)), 0, 1, CPU)
+    return receiver_of(ToyRank(0, 1))
 
 
 def alone(**options: Any) -> WeightSender:

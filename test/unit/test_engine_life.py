@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.prepared import Transfers
-from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
@@ -25,25 +23,21 @@ from sglang_reshard.patches.attached import attached
 from sglang_reshard.patches.draft_models import Drafts
 from support.gpu_runtime import replaced_runtime
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 CPU = torch.device("cpu")
 
 
 class Noting(CudaRuntime):
-    """Notes what is asked of the GPU. A wait takes `synchronize_s` seconds."""
+    """Notes what is asked of the GPU."""
 
-    def __init__(self, synchronize_s: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.noted: list[str] = []
-        self._synchronize_s = synchronize_s
 
     def synchronize(self, devices: Any) -> None:
         self.noted.append("synchronize")
-        time.sleep(self._synchronize_s)
-
-    def trim(self, device: torch.device) -> None:
-        self.noted.append("trim")
 
     @contextmanager
     def own_stream(self, device: torch.device) -> Iterator[None]:
@@ -64,15 +58,13 @@ def noting() -> Iterator[Noting]:
 
 def update_with(trainer: Any, options: dict[str, Any], names: dict[str, str]) -> tuple[float, Any]:
     """When the trainer was answered, and what."""
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     weights = [(names.get(name, name), tensor) for name, tensor in checkpoint(1).items()]
     try:
         outcome = sender.update(weights, **options).seconds
     except ReshardError as error:
         outcome = str(error)
-    answered = time.monotonic()
-    sender.close()
-    return answered, outcome
+    return time.monotonic(), outcome
 
 
 def unmap_slowly(rank: int, size: int, requests: Any, *_: Any) -> list[float]:
@@ -85,7 +77,7 @@ def unmap_slowly(rank: int, size: int, requests: Any, *_: Any) -> list[float]:
             super().unmap()
             unmapped.append(time.monotonic())
 
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, CPU)
+    receiver = receiver_of(ToyRank(rank, size))
     receiver._executor.transfers = SlowCache(rank, CPU, live=True)
     for request in requests:
         requests.answer(receiver.update(request))
@@ -104,29 +96,6 @@ def test_the_trainer_is_answered_after_every_engine_rank_has_unmapped(names: dic
         assert max(before_answer) < answered, "a rank had the trainer's memory mapped after the answer"
 
 
-def note_life(rank: int, size: int, requests: Any, *_: Any) -> list[str]:
-    noting = Noting(synchronize_s=0.2)
-    use(noting)
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, CPU)
-    for request in requests:
-        requests.answer(receiver.update(request))
-    return noting.noted
-
-
-@pytest.mark.parametrize("unmap_after", [True, False])
-def test_memory_returns_to_the_gpu_only_for_a_trainer_that_needs_it(unmap_after: bool) -> None:
-    """Point 17: buckets that are dropped do not stay reserved while the engine sleeps."""
-    _, (noted,) = run_world(1, 1, update_with, note_life, {"unmap_after": unmap_after}, {})
-    assert noted.count("trim") == unmap_after
-
-
-def test_a_move_has_ended_when_its_seconds_are_taken() -> None:
-    """Point 20: the copies have only been given to the GPU when the transport returns."""
-    ((_, seconds),), _ = run_world(1, 1, update_with, note_life, {}, {})
-    assert seconds["move"] >= 0.2
-    assert seconds["commit"] >= 0.2
-
-
 # -- a staged update, beside the model
 
 
@@ -143,7 +112,7 @@ def fail_staged(rank: int, size: int, requests: Any, *_: Any) -> list[str]:
         def _verify(self, context: Any) -> None:
             raise Mismatch("spoiled")
 
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, CPU)
+    receiver = receiver_of(ToyRank(rank, size))
     receiver._executor = Spoiled(TracedModel(ToyRank(rank, size)), rank, CPU)
     receiver._executor.transfers = NotingCache(rank, CPU, live=True)
     for request in requests:

@@ -1,6 +1,6 @@
-"""Trainer rank 0 tells engines of each other; they offer their memory once, and anew when anything has changed."""
+"""Trainer rank 0 tells engines of each other; they offer their memory once, and again when anything has changed."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +12,13 @@ from sglang_reshard.errors import Aborted, EngineRefused, Mismatch
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.shadow import Shadow
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, encode
+from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.base import EngineEnd
 from sglang_reshard.routes.nixl.engine import NixlEngineEnd
 from sglang_reshard.routes.relay import offers as relay_offers
 from sglang_reshard.routes.relay.engine import RelayEngineEnd
 from sglang_reshard.routes.relay.member import RelayMember
-from sglang_reshard.routes.relay.offers import Offer, Relay, RelayOffers
+from sglang_reshard.routes.relay.offers import Offer, Relay, RelayOffers, make_offer
 from sglang_reshard.trace.program import Program
 
 TIMEOUT_S = 30.0
@@ -30,32 +31,27 @@ def address():
     server.close()
 
 
+@pytest.fixture
+def session(address):
+    return Session.join(address, TIMEOUT_S)
+
+
 FAILED = DistributedUpdateWeightsOutput(success=False, message="offloaded")
 
 
-def test_one_that_says_nothing_is_given_up_by_all_alike(address, monkeypatch):
+def test_one_that_says_nothing_is_given_up_by_all_alike(session, monkeypatch):
     monkeypatch.setattr(relay_offers, "_OFFER_S", 0.2)
     relay = Relay("relay/1", ("a", "b", "c"), 0, 1)
-    seen = []
-
-    def look():
-        with RelayOffers(address, relay, TIMEOUT_S) as offers:
-            seen.append(offers.all())
-
-    with RelayOffers(address, relay, TIMEOUT_S) as offers:
-        for engine in (0, 2):
-            offers.make(engine, Offer(layout="l"))
-    threads = [threading.Thread(target=look) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for engine in (0, 2):
+        make_offer(session, relay, engine, Offer(layout="l"))
+    with ThreadPoolExecutor(3) as threads:
+        seen = list(threads.map(lambda _: RelayOffers(session, relay, TIMEOUT_S).all(), range(3)))
     assert seen[0] == seen[1] == seen[2]
     assert [offer.error for offer in seen[0][1]] == ["", "it offered nothing within 0.2 s", ""]
 
 
 def test_an_engine_hears_of_one_that_failed_before_its_offer(address):
-    """In the session that the engine is told of, long before it gives up waiting; all later offers are in another."""
+    """Long before it gives up waiting. All later offers are under another prefix, and the earlier ones are gone."""
     sender = MultiEngineSender(address, trainer_rank=0, global_ranks=(0,), transport="nixl", relay=True)
     heard, left = [], []
 
@@ -63,14 +59,11 @@ def test_an_engine_hears_of_one_that_failed_before_its_offer(address):
         return FAILED
 
     def waits(request):
-        relay = Relay.of(request.around["relay"])
-        with RelayOffers(request.address, relay, TIMEOUT_S) as offers:
-            offers.make(relay.own, Offer(layout="l"))
-            heard.append([offer.error for offer in offers.all()[1]])
-        if relay.update > 1:
-            earlier = Relay("relay/1", relay.engines, relay.own, 1)
-            with RelayOffers(request.address, earlier, TIMEOUT_S) as offers:
-                left.append(offers.client.num_keys())
+        relay, session = Relay.of(request.around["relay"]), Session.join(request.address, TIMEOUT_S)
+        offers = RelayOffers(session, relay, TIMEOUT_S)
+        make_offer(session, relay, relay.own, Offer(digest := offers.put("a layout")))
+        heard.append([offer.error for offer in offers.all()[1]])
+        left.append(session.client.exists([f"relay/1/{name}" for name in ("offer/0", "offer/1", digest)]))
         return FAILED
 
     sender.set_engines({"a": fails, "b": waits})
@@ -79,34 +72,20 @@ def test_an_engine_hears_of_one_that_failed_before_its_offer(address):
             sender.update({"weight": torch.zeros(2)})
     sender.close()
     assert heard == [["its update failed", ""]] * 2
-    assert left == [0]
+    assert left == [[True] * 3, [False] * 3]
 
 
-def test_an_abort_ends_the_wait_for_offers(address):
-    relay, ended = Relay("relay/1", ("a", "b"), 0, 1), []
-    member = RelayMember(0)
+def test_an_abort_ends_the_wait_for_offers(session):
     reads = SimpleNamespace(timeout_s=TIMEOUT_S, tensor_index=SimpleNamespace(layout=SimpleNamespace(tensors=())))
     side = SimpleNamespace(reads=reads, live=Program((), {}), read_plans=("",))
-    meeting = SimpleNamespace(session=SimpleNamespace(address=address), gather=lambda _, part: [part])
-
-    def agree():
+    meeting = SimpleNamespace(session=session, scope="update/1", gather=lambda _, part: [part])
+    session.client.enter(meeting.scope, "engine rank 0")
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(RelayMember(0).agree, meeting, side, Relay("relay/1", ("a", "b"), 0, 1))
+        session.client.wait(["relay/1/offer/0"], TIMEOUT_S)
+        session.client.cancel(meeting.scope, "the update was aborted")
         with pytest.raises(Aborted, match="the update was aborted"):
-            member.agree(meeting, side, relay)
-        ended.append(True)
-
-    waits = threading.Thread(target=agree)
-    waits.start()
-    with RelayOffers(address, relay, TIMEOUT_S) as offers:
-        offers.client.wait(["offer/0"], TIMEOUT_S)
-        end_of(member, SimpleNamespace(abort=lambda: None)).abort()
-    waits.join(TIMEOUT_S / 3)  # less than it waits for an offer
-    assert ended
-
-
-def end_of(member, inner):
-    end = RelayEngineEnd.__new__(RelayEngineEnd)
-    end._member, end.inner = member, inner
-    return end
+            waits.result(TIMEOUT_S / 3)  # less than it waits for an offer
 
 
 @pytest.mark.parametrize(
@@ -120,7 +99,7 @@ def end_of(member, inner):
     ],
 )
 def test_what_no_sender_asks_is_refused(relay, says):
-    valid = {"session": "relay/1", "engines": ("a", "b"), "own": 0, "update": 1}
+    valid = {"offers": "relay/1", "engines": ("a", "b"), "own": 0, "update": 1}
     assert Relay.of(encode(Relay(**valid))) == Relay(**valid)
     with pytest.raises(Mismatch, match=says):
         Relay.of(encode(Relay(**{**valid, **relay})))

@@ -7,36 +7,23 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
-from sglang_reshard.errors import ReshardError
+from support.refusals import refusal_of
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import receiver_of
 from support.world import run_world
 
-CPU = torch.device("cpu")
 MOVED_AFTER = 2
 
 
-def train(trainer: Any, staged: bool) -> list[str]:
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
-
-    def update(version: int) -> str:
-        try:
-            sender.update(checkpoint(version).items(), weight_version=str(version), staged=staged)
-        except ReshardError as error:
-            return str(error)
-        return ""
-
-    told = [update(version) for version in range(1, 5)]
-    sender.close()
-    return told
+def train(trainer: Any, staged: bool) -> list[list[str]]:
+    sender = trainer.sender()
+    return [refusal_of(lambda n=n: sender.update(checkpoint(n), staged=staged)) for n in range(1, 5)]  # type: ignore[misc]
 
 
 def serve_after_a_move(rank: int, size: int, requests: Any, _staged: bool) -> list[int]:
     """By which trace each update was made."""
     placed = [b"0123"]
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size), lambda: placed[0]), rank, size, CPU)
+    receiver = receiver_of(ToyRank(rank, size), placement=lambda: placed[0])
     traces = []
     for version, request in enumerate(requests, start=1):
         output = receiver.update(request)
@@ -49,7 +36,7 @@ def serve_after_a_move(rank: int, size: int, requests: Any, _staged: bool) -> li
 
 def test_the_loader_is_traced_anew_once_experts_have_moved() -> None:
     (told,), traces = run_world(1, 2, train, serve_after_a_move, False)
-    assert told == [""] * 4
+    assert [error for error, _ in told] == [""] * 4
     assert traces == [[0, 0, 2, 2]] * 2
 
 
@@ -57,7 +44,7 @@ def serve_staged(rank: int, size: int, requests: Any, _staged: bool) -> list[boo
     """Whether the live weights are those of before each update; experts move on rank 1 while the second is staged."""
     placed = [b"0123"]
     model = ToyRank(rank, size)
-    receiver = WeightReceiver(TracedModel(model, lambda: placed[0]), rank, size, CPU)
+    receiver = receiver_of(model, placement=lambda: placed[0])
     same = []
     for version, request in enumerate(requests, start=1):
         before = model.down.clone()
@@ -73,6 +60,6 @@ def serve_staged(rank: int, size: int, requests: Any, _staged: bool) -> list[boo
 
 def test_a_staged_update_is_refused_if_experts_have_moved_meanwhile() -> None:
     (told,), same = run_world(1, 2, train, serve_staged, True)
-    assert [bool(message) for message in told] == [False, True, False, False]
-    assert "engine rank 1: experts were rebalanced after the update was staged; repeat the update" in told[1]
+    assert [bool(error) for error, _ in told] == [False, True, False, False]
+    assert "engine rank 1: experts were rebalanced after the update was staged; repeat the update" in told[1][1]
     assert same == [[False, True, False, False]] * 2

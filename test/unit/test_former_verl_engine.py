@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sglang_reshard import SenderOptions, UpdateOptions, UpdateReport, VerlEngine, errors
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import describe
 from support.documents import ROOT, table
@@ -57,7 +56,7 @@ def train_fsdp1(trainer):
     """As the former test_verl_engine did: FSDP1, SHARDED_STATE_DICT, all items in one call; then once more."""
     mesh = init_device_mesh("cpu", (trainer.size,))
     engine = VerlEngine.__new__(VerlEngine)  # whose engine is behind `send`, without SGLang
-    engine._sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    engine._sender = trainer.sender()
     for version in (1, 2):
         model = FullyShardedDataParallel(
             Model(version),
@@ -70,7 +69,6 @@ def train_fsdp1(trainer):
         FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, sharded)
         report = engine.update_weights_from_tensor(list(model.state_dict().items()), flush_cache=True)
         assert isinstance(report, UpdateReport)
-    engine._sender.close()
 
 
 def test_the_items_of_a_sharded_state_dict():

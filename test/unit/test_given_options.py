@@ -13,7 +13,13 @@ import pytest
 from sglang_reshard import MultiEngineSender, SenderOptions, UpdateOptions, WeightSender
 from sglang_reshard.api import given
 from sglang_reshard.extras.snapshots.of_sender import SnapshotGiven, SnapshotOptions
-from sglang_reshard.protocol.messages import PullGiven, PullWeightsReq
+from sglang_reshard.protocol.messages import (
+    DistributedUpdateWeightsReq,
+    LoadGiven,
+    LoadSnapshotReq,
+    PullGiven,
+    PullWeightsReq,
+)
 
 
 def declared(kind: type, *without: str) -> dict[str, object]:
@@ -61,6 +67,12 @@ def test_what_is_handed_on_by_name_is_what_the_function_takes(function: object, 
 def test_a_pull_takes_the_fields_of_its_request() -> None:
     own = {"url", "api_key", "admin_api_key"}
     assert set(PullGiven.__annotations__) == set(PullWeightsReq.__struct_fields__) - own
+
+
+def test_a_load_takes_the_fields_of_its_request_and_those_are_of_an_update() -> None:
+    own = {"path", "version", "publication", "allow_rollback"}
+    assert set(LoadGiven.__annotations__) == set(LoadSnapshotReq.__struct_fields__) - own
+    assert set(LoadGiven.__annotations__) <= set(DistributedUpdateWeightsReq.__struct_fields__)
 
 
 def test_types_of_options_cost_nothing_at_run_time() -> None:

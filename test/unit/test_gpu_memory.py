@@ -113,13 +113,6 @@ def test_where_there_is_no_memory_for_a_mark_a_handle_is_tried(gpu, monkeypatch)
 # -- memory that is not what it was
 
 
-def test_an_emptied_storage_is_refused(gpu):
-    emptied = torch.ones(4)
-    emptied.untyped_storage().resize_(0)
-    with pytest.raises(Unsupported, match="trainer rank 2: head no longer has memory"):
-        MemoryExporter(2).export([some_shards(gpu)[0], emptied], ["norm", "head"])
-
-
 @pytest.mark.parametrize("counted", [True, False])
 def test_allocations_are_asked_for_only_once_torchs_allocator_has_freed_any_or_does_not_count(gpu, counted):
     """There are thousands, and each takes four calls of the driver, in every update."""

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from sglang_reshard.layout.names import Renaming
@@ -36,7 +35,7 @@ def serve(rank: int, size: int, requests: Any, *_: Any) -> tuple[list[int | None
 
 
 def train(trainer: Any, kind: str) -> list[tuple[str, bool]]:
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     state = checkpoint(1) | ADAPTER
     found = []
     for version in (1, 2, 3):
@@ -48,7 +47,6 @@ def train(trainer: Any, kind: str) -> list[tuple[str, bool]]:
         options = {"ignore": ["*.lora_*"], "partial": kind == "partial"}
         report = sender.update_async(listed, **options).wait() if kind == "async" else sender.update(listed, **options)
         found.append((report.message, "trace" in report.seconds))
-    sender.close()
     return found
 
 
@@ -101,11 +99,9 @@ def test_if_nothing_is_left_the_error_names_the_patterns() -> None:
 
 
 def write(trainer: Any, folder: Path) -> None:
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
-    snapshots = Snapshots(sender, folder, ignore="*.lora_*")
+    snapshots = Snapshots(trainer.sender(), folder, ignore="*.lora_*")
     snapshots.write(checkpoint(1) | ADAPTER, "step-1")
     snapshots.write_async(checkpoint(1) | ADAPTER, "step-2").wait()
-    sender.close()
 
 
 def test_snapshots_are_written_without_what_is_ignored(tmp_path: Path) -> None:

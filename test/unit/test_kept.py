@@ -11,9 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, TornWeights, Unsupported
 from sglang_reshard.landings.checked.whole_model import with_kept
@@ -53,8 +50,7 @@ def loaded(rank, size, tensors):
 def serve(rank, size, requests, *_, changes=MappingProxyType({}), fail_in=None):
     """Answers updates. Returns for each what is live. `changes`: of the requests, by their numbers from 0."""
     model = loaded(rank, size, checkpoint(0))
-    target = TracedModel(model, start=on(checkpoint(0)))
-    receiver = WeightReceiver(target, rank, size, torch.device("cpu"))
+    receiver = receiver_of(model, start=on(checkpoint(0)))
     found, monkey = [], pytest.MonkeyPatch()
     for number, request in enumerate(requests):
         if number == fail_in:
@@ -75,7 +71,7 @@ def cut(*_):
 
 def train(trainer, calls, transport="p2p"):
     """Each of `calls` is what is left out of the next version, and the options. The last one is asynchronous."""
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport=transport)
+    sender = trainer.sender(transport=transport)
 
     def update(number, names, options):
         tensors = without(checkpoint(number), *names)
@@ -85,9 +81,7 @@ def train(trainer, calls, transport="p2p"):
         except (EngineRefused, TornWeights) as error:
             return f"{type(error).__name__}: {error}"
 
-    told = [update(number, *call) for number, call in enumerate(calls, start=1)]
-    sender.close()
-    return told
+    return [update(number, *call) for number, call in enumerate(calls, start=1)]
 
 
 FROZEN = (TOWER, {"frozen": ["down", "norm"]}, ("down", "norm"))
@@ -147,12 +141,11 @@ def train_for_an_answer_that_is_lost(trainer):
             raise EngineUnreachable("a proxy closed the connection")
         return answer
 
-    sender = WeightSender.over(trainer.group, send, timeout_s=30)
+    sender = trainer.sender(lambda _: send)
     found = [
         sender.update(tensors, verify="full", frozen=["down", "norm"])
         for tensors in (checkpoint(1), without(checkpoint(2), *TOWER))
     ]
-    sender.close()
     return [(report.kept, report.digest != "") for report in found]
 
 

@@ -5,13 +5,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.initial_values import keep_initial_values
 from sglang_reshard.trace.stock_load import EngineStart
+from support.toy_serving import answered, receiver_of
 from support.world import run_world
 
 TRAINERS, ENGINES, ROWS = 2, 2, 8
@@ -36,7 +34,7 @@ class Rank(torch.nn.Module):
 
 
 def train(trainer, staged):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, bucket_bytes=1 << 20)
+    sender = trainer.sender(bucket_bytes=1 << 20)
     mesh, seen = init_device_mesh("cpu", (TRAINERS,)), []
     weight, scalar = torch.arange(ROWS * 3.0).reshape(ROWS, 3), torch.tensor([7.0])
     shards = {"weight": distribute_tensor(weight, mesh, [Shard(0)])}
@@ -45,7 +43,6 @@ def train(trainer, staged):
     for version in range(3):
         report = sender.update((shards | {"scalar": scalar}).items(), weight_version=str(version), staged=staged)
         seen.append(report.message)
-    sender.close()
     return seen
 
 
@@ -55,12 +52,9 @@ def serve(rank, size, requests, _staged):
         for tensor in model.state_dict().values():
             tensor.uniform_(-1e-3, 1e-3)
     specs = [TensorSpec("weight", (ROWS, 3), "float32"), TensorSpec("scalar", (1,), "float32")]
-    receiver = WeightReceiver(TracedModel(model, start=lambda: EngineStart(specs)), rank, size, torch.device("cpu"))
-    seen = []
-    for request in requests:
-        requests.answer(receiver.update(request))
-        seen.append((model.bias.tolist(), model.scalar.item(), model.weight[0, 0].item()))
-    return seen
+    receiver = receiver_of(model, rank, size, start=lambda: EngineStart(specs))
+    live = lambda: (model.bias.tolist(), model.scalar.item(), model.weight[0, 0].item())  # noqa: E731
+    return [live() for _ in answered(receiver, requests)]
 
 
 @pytest.mark.parametrize("staged", [False, True])

@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.names import Reading, find_names, reading, unwrapped
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import LoaderNames, TracedModel
+from sglang_reshard.engine.targets import LoaderNames
 from sglang_reshard.errors import EngineRefused, Mismatch
 from sglang_reshard.layout.names import Renaming, is_held_back
 from sglang_reshard.trace.loader import NamesRead
 from support.toy import ToyRank, checkpoint
-from support.toy_serving import answered
+from support.toy_serving import answered, receiver_of
 from support.world import run_world
 
 
@@ -64,7 +62,7 @@ KINDS = {"raises": ToyRank, "skips": Skipping, "nested": Nested, "stages": Stage
 def serve(rank, size, requests, kind, *_):
     """Answers updates; returns for each whether the weights are those of versions 1, 2, 3 in turn."""
     model = KINDS[kind](rank, size)
-    receiver, exact = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu")), []
+    receiver, exact = receiver_of(model, rank, size), []
     for version, _request in enumerate(answered(receiver, requests), start=1):
         stock = KINDS[kind](rank, size)
         prefix = "model.language_model." if kind == "nested" else ""
@@ -97,13 +95,12 @@ def wrapped(version, how):
 
 
 def train(trainer, _, how, verify):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     state = wrapped(1, how)
     first = sender.update(state, verify=verify)
     for name, tensor in wrapped(2, how).items():
         state[name].copy_(tensor)
     second = sender.update(state, verify=verify)
-    sender.close()
     return first.message, first.digest, second.digest, "trace" in second.seconds
 
 
@@ -129,13 +126,10 @@ def test_wrappers_are_taken_off_where_the_loader_reads_what_is_left(kind):
 
 def train_once(trainer, _, state, options):
     """What the report of an update says, or its refusal."""
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
     try:
-        return sender.update(state, **options).message
+        return trainer.sender().update(state, **options).message
     except EngineRefused as error:
         return str(error)
-    finally:
-        sender.close()
 
 
 @pytest.mark.parametrize("tower", ["visual.module.weight", "module.visual.module.weight"])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.observability.logs import FIELDS, JsonFormatter, configure, get_logger, log_context
 from support.toy import ToyRank
@@ -38,12 +37,11 @@ class Kept(logging.Handler):
 
 def train(trainer: Any) -> tuple[str, list[dict[str, Any]]]:
     kept = Kept()
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sender = trainer.sender()
     state = State((1,), "tp", torch.float32)
     sender.update(state.given, weight_version="good")
     with pytest.raises(EngineRefused):
         sender.update(state.given, weight_version="bad")
-    sender.close()
     return sender.session.address.session, kept.told()
 
 

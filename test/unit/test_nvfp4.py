@@ -16,13 +16,9 @@ from sglang_reshard.trace.tracer import trace
 from support import nvfp4
 from support.sweep import examples
 from support.toy_repacking import process
-from toy_loader import Toy, contents, specs_of
+from toy_loader import Toy, contents, random, specs_of
 
 ROWS, COLUMNS = 12, 128
-
-
-def random(*shape, dtype=torch.bfloat16, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def patterns(seed, dtype):

@@ -7,11 +7,16 @@ from hypothesis import strategies as st
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.rank_info import RankGpuInfo
-from sglang_reshard.routes.p2p.groups import check_broadcast_members, plan_p2p_groups
+from sglang_reshard.plan import ClusterTopology
+from sglang_reshard.routes.p2p.groups import plan_p2p_groups
 
 
 def on(*gpus):
-    return [RankGpuInfo(uuid=gpu) for gpu in gpus]
+    return tuple(RankGpuInfo(uuid=gpu) for gpu in gpus)
+
+
+def topology(trainers, engines, hosts):
+    return ClusterTopology(("t",) * len(trainers), tuple(hosts), trainers, engines, {})
 
 
 @st.composite
@@ -31,21 +36,19 @@ def clusters(draw):
 
 @given(cluster=clusters())
 def test_any_cluster(cluster):
-    links, trainers, engines, _ = cluster
+    links, trainers, engines, hosts = cluster
     gpus = [device.uuid for device in (*trainers, *engines)]
 
     def twice(members):
         known = [gpus[m] for m in members if gpus[m]]
-        return len(known) > len(set(known))
+        return any(gpu.uuid for gpu in engines) and len(known) > len(set(known))
 
-    try:
-        groups = plan_p2p_groups(*cluster)
-    except Unsupported:
+    groups = plan_p2p_groups(links, topology(trainers, engines, hosts))
+    assert groups == plan_p2p_groups(links, topology(trainers, engines, hosts))
+    if any(map(twice, groups)):
         alone = [(*np.flatnonzero(links[:, e]).tolist(), len(trainers) + e) for e in range(len(engines))]
         assert any(len(members) > 1 and twice(members) for members in alone)
         return
-    assert groups == plan_p2p_groups(*cluster)
-    assert not any(twice(members) for members in groups)
     assert all(list(members) == sorted(set(members)) for members in groups)
     for trainer_rank, engine_rank in np.argwhere(links).tolist():
         holding = [members for members in groups if len(trainers) + engine_rank in members]
@@ -62,7 +65,7 @@ def test_any_cluster(cluster):
 @given(cluster=clusters())
 def test_ranks_without_gpus_are_in_one_group(cluster):
     links, trainers, engines, hosts = cluster
-    groups = plan_p2p_groups(links, on(*[""] * len(trainers)), on(*[""] * len(engines)), hosts)
+    groups = plan_p2p_groups(links, topology(trainers, on(*[""] * len(engines)), hosts))
     assert len(groups) == bool(links.any())
 
 
@@ -72,13 +75,14 @@ def test_an_engine_over_two_of_four_trainer_hosts_has_a_communicator_for_each_of
     engines, hosts = on("a0", "a1", "b0", "b1"), ["a", "a", "b", "b"]
     links = np.full((8, 4), 16)
     links[:2, :2] = links[2:4, 2:] = 0  # read by handle
-    assert plan_p2p_groups(links, trainers, engines, hosts) == ((2, 3, 4, 5, 6, 7, 8, 9), (0, 1, 4, 5, 6, 7, 10, 11))
+    groups = plan_p2p_groups(links, topology(trainers, engines, hosts))
+    assert groups == ((2, 3, 4, 5, 6, 7, 8, 9), (0, 1, 4, 5, 6, 7, 10, 11))
 
 
 def test_an_engine_rank_has_one_of_its_own_where_its_host_does_not_suffice():
     """Trainer rank 1 sends to engine rank 0, and is on the GPU of engine rank 1."""
     links = np.array([[0, 16], [16, 0], [16, 16]])
-    groups = plan_p2p_groups(links, on("g0", "g1", "h0"), on("g0", "g1"), ["a", "a"])
+    groups = plan_p2p_groups(links, topology(on("g0", "g1", "h0"), on("g0", "g1"), ["a", "a"]))
     assert groups == ((1, 2, 3), (0, 2, 4))
 
 
@@ -90,11 +94,14 @@ def test_an_engine_rank_has_one_of_its_own_where_its_host_does_not_suffice():
     ],
 )
 def test_ranks_that_must_be_members_of_one_are_named(trainers, says):
+    of = topology(on(*trainers), on("g0"), ["a"])
+    (members,) = plan_p2p_groups(np.array([[16], [16]]), of)
     with pytest.raises(Unsupported, match=says):
-        plan_p2p_groups(np.array([[16], [16]]), on(*trainers), on("g0"), ["a"])
+        of.check_communicator(members)
 
 
 def test_broadcasts_among_engine_ranks_of_one_gpu_are_refused():
-    check_broadcast_members([(0, 1), (0, 2)], on("g0", "g1", "g1"))
-    with pytest.raises(Unsupported, match=r"engine rank 1 and engine rank 2 share one GPU \(g1\)"):
-        check_broadcast_members([(0, 1), (1, 2)], on("g0", "g1", "g1"))
+    of = topology(on("g0"), on("g0", "g1", "g1"), "aaa")
+    of.check_communicator([1, 2])
+    with pytest.raises(Unsupported, match=r"engine rank 1 and engine rank 2 share one GPU \(g1\), .* use another"):
+        of.check_communicator([2, 3], cure="use another")

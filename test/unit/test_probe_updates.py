@@ -4,7 +4,6 @@ import msgspec
 import pytest
 
 from sglang_reshard import Probe
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import ProbeMismatch, ReshardError
 from sglang_reshard.observability.report import UpdateReport
 from support.probed import SEQUENCES, TRAINER, Engine
@@ -36,7 +35,7 @@ def reported(call):
 def train(trainer):
     """On each rank: what updates with probes of all kinds came to."""
     engine = ToyEngine(trainer.send) if trainer.rank == 0 else None
-    sender = WeightSender.over(trainer.group, engine.send if engine else None, timeout_s=30)
+    sender = trainer.sender(lambda _: engine.send)
     weights = [(name, tensor.clone()) for name, tensor in checkpoint(1).items()]
     seen, versions = {}, iter(range(100))
 
@@ -67,18 +66,15 @@ def train(trainer):
     seen["skipped"] = update(Probe(SEQUENCES, TRAINER))
     seen["no forward"] = update(Probe(SEQUENCES, fails_on_rank_1))
     seen["wrong size"] = update(Probe(SEQUENCES, [[0.0]]))
-    sent_by_nobody = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    sent_by_nobody = trainer.sender()
     seen["nobody to ask"] = update(Probe(SEQUENCES, TRAINER), sent_by_nobody.update)
     seen["function"] = update(
         Probe(SEQUENCES, TRAINER, engine=Engine().generate if trainer.rank == 0 else None), sent_by_nobody.update
     )
     seen["without"] = update(None)
-    sent_by_nobody.close()
-    hasty = WeightSender.over(trainer.group, engine.send if engine else None, timeout_s=3)
+    hasty = trainer.sender(lambda _: engine.send, timeout_s=3)
     alone = Probe(SEQUENCES, TRAINER, timeout_s=1) if trainer.rank == 0 else None
     seen["on rank 0 alone"] = update(alone, hasty.update)
-    hasty.close()
-    sender.close()
     seen["recorded"] = [s.outcome for s in engine.recorded] if engine is not None else None
     return seen
 

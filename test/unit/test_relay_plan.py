@@ -1,5 +1,7 @@
 """Which engine reads which tensors from the trainer: evenly, each tensor once, in the layout's order."""
 
+import itertools
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -7,16 +9,24 @@ from hypothesis import strategies as st
 
 from sglang_reshard.layout.source_layout import SourceLayout, SourceTensor
 from sglang_reshard.routes.relay.member import divide
-from sglang_reshard.routes.relay.owners import NO_OWNER, choose_owners
+from sglang_reshard.routes.relay.progress import NO_OWNER
 from support.plans import copies_of, loaded, meshed_layouts, read_plans, run_reads, shards, values
 
 SIZES = st.lists(st.integers(0, 10**9), max_size=60)
 
 
+def held(**dtypes):
+    tensors = tuple(SourceTensor(name, (4,), dtype, 0, 0) for name, dtype in dtypes.items())
+    return SourceLayout(1, (), (), tensors)
+
+
 @given(SIZES, st.integers(1, 9), st.data())
 def test_what_is_passed_on_is_divided_evenly_at_any_time(sizes, engines, data):
     relayed = np.array(data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes))), bool)
-    owner_of = choose_owners(sizes, relayed, engines)
+    tensors = tuple(SourceTensor(str(n), (size,), "uint8", 0, 0) for n, size in enumerate(sizes))
+    layout = SourceLayout(1, (), (), tensors)
+    passed_on = SourceLayout(1, (), (), tuple(itertools.compress(tensors, relayed)))
+    owner_of = divide(layout, [layout] * (engines - 1) + [passed_on])
     assert ((owner_of == NO_OWNER) == ~relayed).all()
     read = np.zeros(engines, np.int64)
     for tensor in np.flatnonzero(relayed):
@@ -48,11 +58,6 @@ def test_a_plan_of_some_tensors_reads_just_these(job):
         least += part.least_bytes()
         assert (np.diff(part.trainer_ranks) >= 0).all(), "`reads_from` needs them in this order"
     assert least == plan.least_bytes()
-
-
-def held(**dtypes):
-    tensors = tuple(SourceTensor(name, (4,), dtype, 0, 0) for name, dtype in dtypes.items())
-    return SourceLayout(1, (), (), tensors)
 
 
 def test_only_what_all_engines_hold_alike_is_passed_on():

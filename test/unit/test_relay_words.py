@@ -5,7 +5,7 @@ import torch
 
 from sglang_reshard.routes.nixl.remote_shards import RemoteShard
 from sglang_reshard.routes.relay import progress as relay
-from sglang_reshard.routes.relay.owners import MAX_UPDATE
+from sglang_reshard.routes.relay.offers import MAX_UPDATE
 from sglang_reshard.routes.relay.progress import Progress, RelayGate, RelayLost
 
 CHECK = 0xABCDE

@@ -5,17 +5,16 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.extras.modules.receiver import StateDictModel
 from sglang_reshard.extras.realloc import reshard
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from sglang_reshard.layout.names import Renaming, patterns
 from sglang_reshard.sources import FlatBuffer, FlatMember, FusedSlice, FusedTensor, describe
+from support.refusals import refusal_of
 from support.several_engines import several_engines_sender
 from support.toy import ToyRank, checkpoint
-from support.toy_serving import serve
+from support.toy_serving import answered, receiver_of, serve
 from support.world import run_world
 
 
@@ -171,24 +170,15 @@ def train_with_a_failing_generator(trainer, how):
                 raise RuntimeError("the converter is out of memory")
             yield name, tensor
 
-    try:
-        if how == "update":
-            sender.update(weights())
-        elif how == "partial":
-            sender.update(weights(), partial=True)
-        elif how == "update_async":
-            sender.update_async(weights()).wait()
-        elif how == "fallback":
-            Snapshots(sender, "nowhere").update_or_write(weights(), weight_version="1")
-        elif how == "snapshot":
-            Snapshots(sender, "nowhere").write(weights(), "1")
-        else:
-            reshard(weights(), checkpoint(2))
-    except ReshardError as error:
-        return str(error)
-    finally:
-        sender.close()
-    return "no error"
+    attempts = {
+        "update": lambda: sender.update(weights()),
+        "partial": lambda: sender.update(weights(), partial=True),
+        "update_async": lambda: sender.update_async(weights()).wait(),
+        "fallback": lambda: Snapshots(sender, "nowhere").update_or_write(weights(), weight_version="1"),
+        "snapshot": lambda: Snapshots(sender, "nowhere").write(weights(), "1"),
+        "reshard": lambda: reshard(weights(), checkpoint(2)),
+    }
+    return refusal_of(attempts[how])[1]
 
 
 @pytest.mark.parametrize("how", ["update", "partial", "update_async", "fallback", "snapshot", "reshard"])
@@ -232,9 +222,7 @@ def serve_each(rank, _size, requests):
     """Engine rank 0 is an engine, engine rank 1 a plain module; both have version 1 first, and then all but `down`."""
     model = ToyRank(0, 1) if rank == 0 else StateDictModel(Plain(), strict=False)
     model.load_weights(checkpoint(0).items())
-    receiver = WeightReceiver(TracedModel(model), 0, 1, torch.device("cpu"))
-    for number, request in enumerate(requests):
-        requests.answer(receiver.update(request))
+    for number, _ in enumerate(answered(receiver_of(model, 0, 1), requests)):
         stock = ToyRank(0, 1) if rank == 0 else StateDictModel(Plain(), strict=False)
         stock.load_weights((n, t + (number > 0 and "down" not in n)) for n, t in checkpoint(1).items())
         live = dict(model.named_parameters())

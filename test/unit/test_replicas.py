@@ -10,8 +10,6 @@ import torch
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import ControlServer
 from sglang_reshard.control.connection import FrameWriter
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Aborted
 from sglang_reshard.extras.replicas.share import LiveWeights, has_begun, wait_until_shared
 from sglang_reshard.extras.request_mail import Mailbox
@@ -21,6 +19,7 @@ from sglang_reshard.trace.program import Program
 from sglang_reshard.version import PROTOCOL, __version__
 from support.threads import have_ended
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import receiver_of
 
 CPU = torch.device("cpu")
 
@@ -30,7 +29,7 @@ class Engine:
 
     def __init__(self, size, model=ToyRank, dtype=torch.float32):
         self.models = [model(rank, size, dtype) for rank in range(size)]
-        self.receivers = [WeightReceiver(TracedModel(m), rank, size, CPU) for rank, m in enumerate(self.models)]
+        self.receivers = [receiver_of(m) for m in self.models]
         self.live = [LiveWeights(receiver, rank, size, CPU) for rank, receiver in enumerate(self.receivers)]
         self.threads = ThreadPoolExecutor(size)
 

@@ -87,20 +87,6 @@ def test_layouts_are_read_as_they_are_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
-    [("fsdp", "NAME=SIZE"), ("fsdp=0", "positive"), ("fdsp=2", "Did you mean 'fsdp'"), ("tp=x", "NAME=SIZE")],
-)
-def test_other_layouts_are_refused(text: str, why: str) -> None:
-    with pytest.raises(Unsupported, match=why):
-        parsed(text, Source)
-
-
-def test_groups_have_to_divide_the_engine() -> None:
-    with pytest.raises(Unsupported, match="have to divide tp=8"):
-        parsed("tp=8,ep=3", Target)
-
-
-@pytest.mark.parametrize(
     ("distance", "why"),
     [
         (Distance(0.0, 0, 0), "said nothing"),

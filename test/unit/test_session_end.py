@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_reshard.api.weight_sender import WeightSender
 from support.toy import ToyRank, checkpoint
 from support.toy_serving import receiver_of
 from support.world import run_world
@@ -20,13 +19,12 @@ def mappings():
 
 
 def train(trainer, transport, ends):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport=transport)
+    sender = trainer.sender(transport=transport)
     state = checkpoint(1)
     sender.update(state.items())
     sender.update(state.items())
     if ends == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    sender.close()
 
 
 def serve(rank, size, requests, *_):

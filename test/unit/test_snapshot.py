@@ -126,6 +126,10 @@ def failing(trainer: Any, folder: str) -> list[str]:
         if trainer.rank == 2:
             patch.setattr("sglang_reshard.extras.snapshots.of_sender.write_boxes", _broken)
         refused(ReshardError, "broken")
+    if trainer.rank == 2:
+        weights = dict(list(weights.items())[1:])
+    refused(Mismatch, "apart")
+    weights = sharded(1, "fsdp")
     snapshots.write(weights.items(), "later")
     return told
 
@@ -140,11 +144,12 @@ def _broken(*_: Any) -> None:
 
 def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
     told, _ = run_world(TRAINERS, 0, failing, None, str(tmp_path))
-    for exists, name, full, broken in told:
+    for exists, name, full, broken, apart in told:
         assert "already exists" in exists
         assert "cannot be the name of a snapshot" in name
         assert "trainer rank 0: OSError: [Errno 28] No space left on device" in full
         assert "trainer rank 2: OSError: [Errno 5] Input/output error" in broken
+        assert "trainer ranks disagree at tensor embed.weight: its name is embed.weight on trainer rank 0" in apart
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "later", "latest", "snapshots.json"]
     assert read(tmp_path / "later").keys() == checkpoint(1).keys()
 

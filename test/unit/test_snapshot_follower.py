@@ -122,6 +122,23 @@ def test_a_copy_is_never_changed_and_a_new_one_takes_its_place(run: Path, tmp_pa
         file.close()
 
 
+def test_a_file_that_is_new_in_a_snapshot_is_read_and_the_others_by_their_deltas(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    write(tmp_path / "run", 1)
+    loads = Server()
+    follower = SnapshotFollower(tmp_path / "run", loads, tmp_path / "cache")
+    assert follower.poll() == "step-1"
+    whole = follower.read_bytes
+    write(tmp_path / "run", 2)
+    write(tmp_path / "run", 3, copy_from=model)
+    assert follower.poll() == "step-3"
+    assert all(torch.equal(loads.loaded[-1][name], tensor) for name, tensor in weights(3).items())
+    assert [path.read_text() for path in (tmp_path / "cache").glob("copy-*/config.json")] == ["{}"]
+    assert 0 < follower.read_bytes < whole / 2
+
+
 def test_one_of_two_followers_has_a_cache(run: Path, tmp_path: Path) -> None:
     first = SnapshotFollower(run, Server(), tmp_path / "cache")
     with pytest.raises(Mismatch, match="another follower uses the cache"):

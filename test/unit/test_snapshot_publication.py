@@ -28,10 +28,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from sglang_reshard.errors import DeadlineExceeded, Mismatch, ReshardError
 from sglang_reshard.extras.snapshots import upload
 from sglang_reshard.extras.snapshots.folders import LocalFolder, listed
-from sglang_reshard.extras.snapshots.manifest import write_atomically
 from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from sglang_reshard.extras.snapshots.writer_files import SnapshotFiles
-from sglang_reshard.extras.snapshots.writer_folder import SnapshotFolder
+from sglang_reshard.extras.snapshots.writer_folder import SnapshotFolder, write_atomically
 from sglang_reshard.protocol import publication
 from support.failing_files import FailingFiles
 from support.snapshot_writer import assert_consistent, is_whole, write

@@ -9,13 +9,9 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
 from tools.oracle.replay import replay
-from toy_loader import Toy, check, contents, specs_of
+from toy_loader import Toy, check, contents, random, specs_of
 
 BF16 = torch.bfloat16
-
-
-def random(*shape, dtype=BF16, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def one(load, shape, **weights):

@@ -7,12 +7,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sglang_reshard import Snapshots, reshard
-from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.program import check_cast
 from support.sweep import sweep
+from support.toy_serving import answered, receiver_of
 from support.world import run_world
 
 DTYPES = (torch.uint16, torch.uint32, torch.uint64)
@@ -50,9 +48,7 @@ class Engine(nn.Module):
 
 
 def train(trainer, transport, delta, folder):
-    sender = WeightSender.over(
-        trainer.group, trainer.send, timeout_s=60, transport=transport, delta=delta, bucket_bytes=4096
-    )
+    sender = trainer.sender(timeout_s=60, transport=transport, delta=delta, bucket_bytes=4096)
     mesh = init_device_mesh("cpu", (trainer.size,))
     held = {d: distribute_tensor(whole(d, 0), mesh, [Shard(0)], src_data_rank=None) for d in DTYPES}
     reports = []
@@ -63,7 +59,6 @@ def train(trainer, transport, delta, folder):
         named = [(str(dtype)[6:], tensor) for dtype, tensor in held.items()]
         reports.append(sender.update(named, weight_version=str(version), verify="full"))
     Snapshots(sender, folder).write(named, "last")
-    sender.close()
     targets = {d: distribute_tensor(torch.zeros(SHAPE, dtype=d), mesh, [Shard(1)], src_data_rank=None) for d in DTYPES}
     reshard(named, [(str(dtype)[6:], tensor) for dtype, tensor in targets.items()])
     expected = {d: whole(d, VERSIONS - 1).chunk(trainer.size, 1)[trainer.rank] for d in DTYPES}
@@ -73,10 +68,8 @@ def train(trainer, transport, delta, folder):
 
 def serve(rank, size, requests, transport, delta, folder):
     engine = Engine(rank, size)
-    receiver = WeightReceiver(TracedModel(engine), rank, size, torch.device("cpu"))
     seen = []
-    for version, request in enumerate(requests):
-        requests.answer(receiver.update(request))
+    for version, _ in enumerate(answered(receiver_of(engine), requests)):
         parts = [(getattr(engine, str(d)[6:]), engine.part(whole(d, version))) for d in DTYPES]
         seen.append(all(same(live[: len(part)], part) for live, part in parts))
     return seen

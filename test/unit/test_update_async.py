@@ -14,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from benchmark import async_updates
 from benchmark.matrices import Matrices
 from sglang_reshard import tasks
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import (
     Aborted,
     DeadlineExceeded,
@@ -102,8 +101,7 @@ class Slow:
 
 def one_at_a_time(trainer: Any) -> dict[str, Any]:
     slow = Slow()
-    send = slow.send(trainer.send) if trainer.send is not None else None
-    sender = WeightSender.over(trainer.group, send, timeout_s=30, transport="ipc")
+    sender = trainer.sender(slow.send, transport="ipc")
     weights = fsdp(1)
     first = sender.update_async(weights.items(), weight_version="1")
     seen: dict[str, Any] = {"running": not first.done()}
@@ -193,8 +191,7 @@ def test_a_copy_that_there_is_no_memory_for_fails_on_all_ranks() -> None:
 
 def cancelled(trainer: Any) -> str:
     slow = Slow()
-    send = slow.send(trainer.send) if trainer.send is not None else None
-    sender = WeightSender.over(trainer.group, send, timeout_s=30, transport="ipc")
+    sender = trainer.sender(slow.send, transport="ipc")
     weights = fsdp(1)
     handle = sender.update_async(weights.items(), weight_version="1")
     if trainer.rank == 0:
@@ -206,7 +203,6 @@ def cancelled(trainer: Any) -> str:
     slow.go.set()
     become(weights, 2)
     sender.update_async(weights.items(), weight_version="2").wait(30)
-    sender.close()
     return str(error.value)
 
 

@@ -30,8 +30,7 @@ class Link:
 
 def train(trainer, folder):
     link = Link(trainer.send)
-    sender = WeightSender.over(trainer.group, link if trainer.rank == 0 else None, timeout_s=30)
-    snapshots = Snapshots(sender, folder)
+    snapshots = Snapshots(trainer.sender(lambda _: link), folder)
 
     def update(version, **options):
         named = {f"policy.{name}": tensor for name, tensor in checkpoint(version).items()}
@@ -47,7 +46,6 @@ def train(trainer, folder):
     told += [(report.success, report.transport, report.weight_version, report.message) for report in reports]
     link.fails = None
     told += [(report.success, report.transport) for report in [update(6)]]
-    sender.close()
     return told, there
 
 

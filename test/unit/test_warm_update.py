@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import sglang_reshard
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from support.toy import ToyRank
+from support.toy_serving import receiver_of
 from support.toy_trainers import State
 from support.world import run_world
 
@@ -66,7 +65,7 @@ def update(trainer, given, transport, recorded):
 
 def receive(model, rank, size, requests, recorded):
     passed = Passed(recorded)
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
+    receiver = receiver_of(model, rank, size)
     for version, request in enumerate(requests, start=1):
         passed.number = version
         output = receiver.update(request)

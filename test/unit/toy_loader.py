@@ -13,6 +13,10 @@ from support.live_memory import fill_with_garbage
 from tools.oracle.replay import replay
 
 
+def random(*shape, dtype=torch.bfloat16, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
 class Toy(torch.nn.Module):
     """Parameters by name (in bfloat16 unless given as a tensor); `load(model, weights)` is the loader."""
 

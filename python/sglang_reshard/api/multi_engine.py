@@ -68,7 +68,7 @@ class MultiEngineSender(InBackground):
         if relay and self._options.transport != "nixl":
             raise Unsupported(f"relay=True needs transport='nixl', but transport is {self._options.transport!r}")
         self._address, self._rank, self._global_ranks = address.named(_SESSION), trainer_rank, global_ranks
-        self._relays = EngineRelay(self._address, self._options.timeout_s) if relay else None
+        self._relays = EngineRelay() if relay else None
         self._engines: dict[str, tuple[int, Send | None]] = {}  # with their numbers in the session
         self._given: dict[str, Send | None] = {}  # as `set_engines` was given them; relayed requests go through others
         self._excluded: dict[str, str] = {}
@@ -201,7 +201,7 @@ class MultiEngineSender(InBackground):
         on_failure: Literal["raise", "exclude"],
     ) -> dict[str, UpdateReport]:
         if self._relays is not None and self._rank == 0:
-            self._relays.begin(self.engines)
+            self._relays.begin(self.participant.session, self.engines)
         found = self.participant.update_engines(weights, options)
         outcomes = {name: found[number] for name, (number, _) in self._engines.items()}
         failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, ReshardError)}
@@ -231,8 +231,6 @@ class MultiEngineSender(InBackground):
         self._release_background()
         if self._sender is not None:
             self._sender.close()
-        if self._relays is not None and self._rank == 0:
-            self._relays.close()
 
 
 def _joint_error(failed: Mapping[str, ReshardError], engines: int) -> ReshardError:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
+from sglang_reshard.layout.names import patterns
 from sglang_reshard.nearest import check_names, check_one_of
 from sglang_reshard.protocol.messages import LoadGiven, LoadSnapshotOutput, LoadSnapshotReq, PauseMode
 from sglang_reshard.protocol.server_client import ADMIN_API_KEY, API_KEY, URL, ServerClient
@@ -59,7 +60,7 @@ class RemoteEngine(ServerClient):
         check_names("a load", options, tuple(LoadGiven.__annotations__))
         given: dict[str, Any] = dict(options)
         for name in {"ignore", "frozen", "only"} & given.keys():
-            given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
+            given[name] = patterns(given[name])
         request = LoadSnapshotReq(
             path=path, version=version, publication=publication, allow_rollback=allow_rollback, **given
         )

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from sglang_reshard.sources.memory_identity import MemoryFingerprint
-from sglang_reshard.trace.live import OWN_ATTRIBUTES, live_tensors
+from sglang_reshard.trace.live import OWN_ATTRIBUTES, REGISTERS, live_tensors
 
 _alive = weakref.ref.__call__
 _version = operator.attrgetter("_version")
 _flatten = chain.from_iterable
-_REGISTERS = tuple(map(operator.itemgetter, ("_parameters", "_buffers", "_modules")))
+_REGISTERS = tuple(map(operator.itemgetter, REGISTERS))
 _values: Callable[[Any], Iterable[Any]] = operator.methodcaller("values")
 
 

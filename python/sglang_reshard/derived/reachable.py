@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.trace.live import OWN_ATTRIBUTES
+from sglang_reshard.trace.live import OWN_ATTRIBUTES, REGISTERS
 
-_REGISTERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _DEPTH = 8  # of objects within objects
 _VALUE_DEPTH = 5  # of tensors within a value
@@ -291,7 +290,7 @@ def _results(cache: Any) -> list[Any] | None:
 
 def registers(module: torch.nn.Module) -> list[dict[str, Any]]:
     """Returns the dictionaries that have a module's parameters, buffers and children."""
-    return [vars(module)[register] for register in _REGISTERS]
+    return [vars(module)[register] for register in REGISTERS]
 
 
 def tensors_in(value: Any, new: bool = False) -> Iterator[torch.Tensor]:

@@ -21,6 +21,8 @@ An update for which nothing has changed goes from `prepare` straight to `move`: 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
@@ -51,6 +53,7 @@ from sglang_reshard.protocol.messages import (
     Start,
 )
 from sglang_reshard.protocol.update_channel import WRITING, WRITTEN
+from sglang_reshard.routes.base import EngineEnd
 from sglang_reshard.trace.program import Program
 
 logger = get_logger(__name__)
@@ -240,7 +243,8 @@ class UpdateExecutor:
     def _check_taken(self, context: UpdateContext) -> None:
         with context.enter(Phase.CHECK):
             self._call_trainers(context)
-            self.transfer.end.check(context.request)
+            with self._end_of_route() as end:
+                end.check(context.request)
 
     def _call_trainers(self, context: UpdateContext) -> None:
         command = self.transfer.command
@@ -253,8 +257,19 @@ class UpdateExecutor:
             if not context.taken:  # else it has begun with what was checked
                 self._call_trainers(context)
             transfer.landing.begin(context)
-            transfer.end.move(request, context.taken)
+            with self._end_of_route() as end:
+                end.move(request, context.taken)
             self._synchronize()  # a GPU has only been given the copies
+
+    @contextmanager
+    def _end_of_route(self) -> Iterator[EngineEnd]:
+        """A failure within closes the end, so that ranks that wait for this one fail as well."""
+        end = self.transfer.end
+        try:
+            yield end
+        except BaseException:
+            end.close()
+            raise
 
     def _verify(self, context: UpdateContext) -> None:
         """Raises Mismatch, naming the tensors, if this rank's weights are not the trainer's."""

@@ -15,12 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.layout.regions import Box, LocalRegion, Region, split
+from sglang_reshard.layout.regions import Box, LocalRegion, split
 from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.plan import TensorIndex
 from sglang_reshard.sources import NamedTensors, describe
 from sglang_reshard.trainer.collectives import gather, require_cpu_backend
-
-_Shards = Sequence[tuple[Box, LocalRegion]]  # the boxes of a tensor that a rank holds, and where it has them
 
 CHUNK = 1 << 18  # elements that are copied at a time where a copy is needed: 1 MiB of float32
 
@@ -60,21 +59,12 @@ def not_finite(layout: SourceLayout, local_tensors: Sequence[torch.Tensor], trai
     Every element of the rank's shards is read once, and the device is synchronized once. Temporaries have at most CHUNK
     elements (4 bytes each, 8 for float64). Integers and booleans are always finite.
     """
-    shards_of: dict[tuple[object, ...], _Shards] = {}  # equally sharded tensors share one entry
-
-    def shards(number: int) -> _Shards:
-        tensor = layout.tensors[number]
-        key = tensor.shape, tensor.mesh, tensor.placements
-        if key not in shards_of:
-            held = layout.shard_map(tensor)
-            own = held.shards_of(trainer_rank)
-            shards_of[key] = [(shard.box, held.to_local(shard, Region.of(shard.box))) for shard in own]
-        return shards_of[key]
-
+    index = TensorIndex.of(layout)
+    held = [tensor_class.shard_map.held_by(trainer_rank) for tensor_class in index.classes]
     extremes: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for i, local in enumerate(local_tensors):
         if local.is_floating_point():
-            for _, region in shards(i):
+            for _, region in held[index.class_of[i]]:
                 for chunk in _reducible(region.view(local)):
                     both = torch.stack(torch.aminmax(chunk))  # a NaN becomes both, an infinity one of them
                     extremes.setdefault(local.device, []).append((i, both.to(torch.float64)))
@@ -85,7 +75,7 @@ def not_finite(layout: SourceLayout, local_tensors: Sequence[torch.Tensor], trai
     if not bad:
         return None
     first = min(bad)
-    return _message(layout.tensors[first].name, shards(first), local_tensors[first], trainer_rank)
+    return _message(layout.tensors[first].name, held[index.class_of[first]], local_tensors[first], trainer_rank)
 
 
 def _chunks(values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -106,7 +96,7 @@ def _reducible(values: torch.Tensor) -> Iterator[torch.Tensor]:
         yield chunk.float() if chunk.element_size() == 1 else chunk.contiguous()
 
 
-def _message(name: str, shards: _Shards, local: torch.Tensor, trainer_rank: int) -> str:
+def _message(name: str, shards: Sequence[tuple[Box, LocalRegion]], local: torch.Tensor, trainer_rank: int) -> str:
     elements = nans = infinities = 0
     firsts: list[tuple[int, ...]] = []
     for held, region in shards:

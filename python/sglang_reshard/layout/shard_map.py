@@ -66,6 +66,10 @@ class ShardMap(msgspec.Struct, frozen=True, array_like=True):
     def shards_of(self, trainer_rank: int) -> tuple[ShardBox, ...]:
         return tuple(shard for shard in self.shards if trainer_rank in shard.ranks)
 
+    def held_by(self, trainer_rank: int) -> list[tuple[Box, LocalRegion]]:
+        """Returns the boxes that a rank holds, and where each is in its local tensor."""
+        return [(shard.box, self.to_local(shard, Region.of(shard.box))) for shard in self.shards_of(trainer_rank)]
+
     def min_local_shape(self, trainer_rank: int) -> tuple[int, ...] | None:
         """Returns the smallest shape that the rank's local tensor can have; None if the rank holds nothing."""
         ends = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -88,12 +88,30 @@ class ClusterTopology:
             f"rank {trainer_rank} on {self.trainer_hosts[trainer_rank]} does)"
         )
 
-    def check_messages(self, members: Sequence[int]) -> None:
+    def sharing_gpu(self, members: Iterable[int]) -> tuple[int, int] | None:
+        """Returns the first two peer ids of `members` that are on one GPU; None without any, and where gloo is used."""
+        devices, seen = (*self.trainer_devices, *self.engine_devices), dict[str, int]()
+        for member in members if self.on_gpu else ():
+            if (gpu := devices[member].uuid) and gpu in seen:
+                return seen[gpu], member
+            seen[gpu] = member
+        return None
+
+    def check_communicator(self, members: Sequence[int], *, cure: str = "") -> None:
         """Raises Unsupported, with a remedy, if NCCL would not connect the ranks with these peer ids.
 
-        No GPU is twice among them, see `routes.p2p.groups`.
+        cure  the remedy where an engine rank has the GPU of another member
         """
+        if not self.on_gpu:  # gloo connects any ranks
+            return
         hosts, devices = (*self.trainer_hosts, *self.engine_hosts), (*self.trainer_devices, *self.engine_devices)
+        if sharing := self.sharing_gpu(members):
+            one, another = (peer_name(member, len(self.trainer_hosts)) for member in sharing)
+            raise Unsupported(
+                f"{one} and {another} share one GPU ({devices[sharing[0]].uuid}), and NCCL accepts a GPU only once in "
+                "a communicator",
+                cure="give each trainer rank its own GPU" if sharing[1] < len(self.trainer_hosts) else cure,
+            )
         first: dict[tuple[str, str], tuple[str, str]] = {}  # (where it is shared, setting) -> (rank, value)
         for member in members:
             name, device = peer_name(member, len(self.trainer_hosts)), devices[member]

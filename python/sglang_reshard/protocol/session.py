@@ -42,17 +42,45 @@ def of_engine(engine: int, name: str) -> str:
     return f"{_engine_scope(engine)}/{name}"
 
 
-class Blobs:
-    """The values that are published in a session of a control server: msgpack, compressed.
+class Session:
+    """One process's connection to a session. Safe to use from several threads.
 
-    They are too large for a request. A value is stored under its content hash, which the reader knows and checks. Where
-    only the publisher is known, it lies under a key that says whose it is, and replaces what that one has published
-    before.
+    Values are published as msgpack, compressed: they are too large for a request. A value is stored under its content
+    hash, which the reader knows and checks. Where only the publisher is known, it lies under a key that says whose it
+    is, and replaces what that one has published before.
+
+    Published values of trainer ranks stay until they change: the source layout, each rank's memory handles. So does
+    what engine ranks have: what they request of trainer ranks, the regions and names that they want checksums of.
     """
 
-    def __init__(self, client: ControlClient, timeout_s: float) -> None:
-        """`timeout_s`: how long `get` waits, if nothing else is said."""
-        self.client, self._timeout_s = client, timeout_s
+    def __init__(self, client: ControlClient, timeout_s: float, server: ControlServer | None = None) -> None:
+        """Ends the connection when this is dropped. `timeout_s`: how long `get` waits, if nothing else is said."""
+        client.drop_with(self)
+        self.client, self._timeout_s, self._server = client, timeout_s, server
+        self._stores: dict[int, ControlStore] = {}  # by engine
+
+    @property
+    def address(self) -> Address:
+        return self.client.address
+
+    @classmethod
+    def host(cls, interface: str = LOOPBACK, timeout_s: float = 300.0) -> Session:
+        """Opens a session on a free port of `interface`, an address of this host.
+
+        Raises OSError for the address of another host, and Unsupported for one that peers cannot connect to.
+        """
+        server = ControlServer.open(interface)
+        return cls(ControlClient(server.address, timeout_s), timeout_s, server)
+
+    @classmethod
+    def join(cls, address: Address, timeout_s: float = 300.0, connect_s: float | None = None) -> Session:
+        """Connects to a session. Raises DeadlineExceeded if nothing answers, Unauthorized for a wrong key.
+
+        connect_s  for the connection alone; by default `timeout_s`
+        """
+        return cls(ControlClient(address, timeout_s, connect_s), timeout_s)
+
+    # -- published values
 
     def put(self, value: object, key: str = "", *, hashed: bool = True) -> str:
         """Publishes a value. Returns its content hash.
@@ -90,41 +118,7 @@ class Blobs:
     def delete(self, key: str) -> None:
         self.client.delete_keys([key])
 
-
-class Session(Blobs):
-    """One process's connection to a session. Safe to use from several threads.
-
-    Published values of trainer ranks stay until they change: the source layout, each rank's memory handles. So does
-    what engine ranks have: what they request of trainer ranks, the regions and names that they want checksums of.
-    """
-
-    def __init__(self, client: ControlClient, timeout_s: float, server: ControlServer | None = None) -> None:
-        """Ends the connection when this is dropped."""
-        super().__init__(client, timeout_s)
-        client.drop_with(self)
-        self._server = server
-        self._stores: dict[int, ControlStore] = {}  # by engine
-
-    @property
-    def address(self) -> Address:
-        return self.client.address
-
-    @classmethod
-    def host(cls, interface: str = LOOPBACK, timeout_s: float = 300.0) -> Session:
-        """Opens a session on a free port of `interface`, an address of this host.
-
-        Raises OSError for the address of another host, and Unsupported for one that peers cannot connect to.
-        """
-        server = ControlServer.open(interface)
-        return cls(ControlClient(server.address, timeout_s), timeout_s, server)
-
-    @classmethod
-    def join(cls, address: Address, timeout_s: float = 300.0, connect_s: float | None = None) -> Session:
-        """Connects to a session. Raises DeadlineExceeded if nothing answers, Unauthorized for a wrong key.
-
-        connect_s  for the connection alone; by default `timeout_s`
-        """
-        return cls(ControlClient(address, timeout_s, connect_s), timeout_s)
+    # -- updates
 
     def trainer_channel(self, update: int, rank_name: str) -> TrainerChannel:
         """Returns the channel of one update, to be used in a `with` block. `rank_name` is shown in others' errors."""

@@ -125,21 +125,38 @@ class Connections(Protocol):
     def close(self) -> None: ...
 
 
-class EngineEnd:
-    """One engine rank's end of a route, for one plan.
+class _End:
+    """One rank's end of a route.
 
-    calls        trainer ranks take part in a move: they are told to start
-    holds_pages  it has registered live weights, and so means their pages, not their addresses
-    nbytes       of the buffers held between updates, without those of the landing
-    traffic      of the last move
+    holds_pages  it has registered weights, and so means their pages, not their addresses
     connections  to other ranks, from before they connect; None if there are none
     """
 
-    calls: bool = False
     holds_pages: bool = False
+    connections: Connections | None = None
+
+    def abort(self) -> None:
+        """Ends this rank's waits for other ranks. Called from another thread."""
+        if (connections := self.connections) is not None:
+            connections.abort()
+
+    def close(self) -> None:
+        """Closes the connections. The caller of `close` drops the end, and with it views and buffers."""
+        if self.connections is not None:
+            self.connections.close()
+
+
+class EngineEnd(_End):
+    """One engine rank's end of a route, for one plan.
+
+    calls    trainer ranks take part in a move: they are told to start
+    nbytes   of the buffers held between updates, without those of the landing
+    traffic  of the last move
+    """
+
+    calls: bool = False
     nbytes: int = 0
     traffic: Traffic = Traffic()
-    connections: Connections | None = None
 
     def ask(self, session: Session) -> Prepare | None:
         """Returns what the trainer ranks are asked to prepare, see `EngineSide.prepare`; None if they need not.
@@ -166,41 +183,26 @@ class EngineEnd:
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         """Brings the weights to where `Reads.program` writes them; with `taken`, from the offers.
 
-        On failure it ends the connections, so that ranks that wait for this one fail as well.
+        The caller closes an end that fails, so that ranks that wait for this one fail as well.
         """
         raise NotImplementedError
 
     def has_arrived(self, request: DistributedUpdateWeightsReq) -> None:
         """The weights of `request` have arrived by the route around this one."""
 
-    def abort(self) -> None:
-        """Ends this rank's waits for other ranks. Called from another thread."""
-        if (connections := self.connections) is not None:
-            connections.abort()
-
-    def close(self) -> None:
-        """Closes the connections. The caller of `close` drops the end, and with it views and buffers."""
-        if self.connections is not None:
-            self.connections.close()
-
 
 class AroundEnd(EngineEnd):
     """One engine rank's end of a route around another, to which it leaves all that it does not do itself."""
 
     def __init__(self, inner: EngineEnd) -> None:
-        self.inner, self.calls, self.holds_pages = inner, inner.calls, inner.holds_pages
+        self.inner = self.connections = inner
+        self.calls, self.holds_pages = inner.calls, inner.holds_pages
 
     def ask(self, session: Session) -> Prepare | None:
         return self.inner.ask(session)
 
     def serves(self, request: DistributedUpdateWeightsReq) -> bool:
         return self.inner.serves(request)
-
-    def abort(self) -> None:
-        self.inner.abort()
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,15 +232,13 @@ class TrainerSide:
     engines: int = 1
 
 
-class TrainerEnd:
+class TrainerEnd(_End):
     """One trainer rank's end of a route to one engine, made as that has asked. It keeps the shards' memory alive.
 
     writable_bytes  of this rank's memory that engine ranks could write to
-    holds_pages     it has registered shards, and so means their pages, not their addresses
     """
 
     writable_bytes: int = 0
-    holds_pages: bool = False
 
     def connect(self, meeting: Meeting) -> None:
         """Connects to the engine ranks."""
@@ -252,9 +252,3 @@ class TrainerEnd:
 
     def commit(self, update: int) -> None:
         """The engine has the weights of `update`. A failure here does not fail an update."""
-
-    def abort(self) -> None:
-        """Ends this rank's waits for engine ranks. Called from another thread."""
-
-    def close(self) -> None:
-        """Drops connections, buffers, and the views that keep the shards' memory."""

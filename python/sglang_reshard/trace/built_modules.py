@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.trace.live import storage_key
+from sglang_reshard.trace.live import REGISTERS, storage_key
 from sglang_reshard.trace.loader import BUILT
 
 HELPERS = ("quant_method", "scheme")  # attributes of a module whose objects keep state of its post-processing
-_REGISTERS = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +87,7 @@ def remember(
     """Must be called when `module` has been built, before it is loaded. See `BuiltModule` for the arguments."""
     if any(p is not None and torch.nn.parameter.is_lazy(p) for p in module._parameters.values()):
         return
-    attributes = {k: v for k, v in vars(module).items() if k not in _REGISTERS}
+    attributes = {k: v for k, v in vars(module).items() if k not in REGISTERS}
     twins: dict[str, torch.nn.Parameter | None] = {}
     for name, p in module._parameters.items():
         data = None if p is None else torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")

@@ -73,14 +73,6 @@ class VersionedView:
     def writes(self) -> list[Write]:
         return [] if isinstance(self.storage.base, LiveStorage) else self.storage.writes[: self.version]
 
-    def expanded(self, size: tuple[int, ...]) -> VersionedView:
-        """Broadcasts to a size, as `copy_` does."""
-        offset, have, stride = self.geometry
-        if have == size:
-            return self
-        strides = [0] * (len(size) - len(have)) + [0 if n == 1 else s for n, s in zip(have, stride, strict=True)]
-        return VersionedView(self.storage, self.version, Geometry(offset, size, tuple(strides)), self.dtype)
-
 
 Number = float | int | bool
 

@@ -8,6 +8,7 @@ import torch
 
 from sglang_reshard.trace.lazy_tensor import LiveStorage
 
+REGISTERS = ("_parameters", "_buffers", "_modules")  # attributes of every module: what it has under names
 # Attributes of every module: its registers, which are walked by name, and its hooks.
 OWN_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
 

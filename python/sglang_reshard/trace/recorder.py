@@ -16,7 +16,7 @@ import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.geometry import Geometry, IndexMap, TooFragmented
+from sglang_reshard.trace.geometry import IndexMap, TooFragmented
 from sglang_reshard.trace.lazy_tensor import (
     CheckpointTensor,
     LazyStorage,
@@ -34,7 +34,7 @@ from sglang_reshard.trace.lazy_tensor import (
     storage_like,
     tensors_in,
 )
-from sglang_reshard.trace.live import live_storages, storage_key
+from sglang_reshard.trace.live import flat_view, live_storages, storage_key
 from sglang_reshard.trace.program import equals_one_cast, torch_dtype
 
 if TYPE_CHECKING:
@@ -185,13 +185,10 @@ class Recorder:
         return self.lazy(view, storage)
 
     def _lazy_live_storage(self, key: int, dtype: torch.dtype) -> LazyStorage:
-        storage = self._lazy_live.get((key, dtype))
-        if storage is None:
+        if (key, dtype) not in self._lazy_live:
             live = self.storages[key]
-            numel = live.tensor.untyped_storage().nbytes() // dtype.itemsize
-            storage = LazyStorage(live, dtype, Geometry.contiguous((numel,)), numel)
-            self._lazy_live[(key, dtype)] = storage
-        return storage
+            self._lazy_live[key, dtype] = storage_like(flat_view(live.tensor, dtype), live)
+        return self._lazy_live[key, dtype]
 
     def as_operand(self, value: Any) -> Any:
         """Returns a view of any tensor as it is now, to be kept in an `OpOutput`; any other value as it is."""
@@ -203,11 +200,11 @@ class Recorder:
             return
         if isinstance(content, torch.Tensor):
             read = self.as_lazy(content, always=True)
-            if read.shape != to.shape:
-                read.meta.expand(to.shape)  # raises what torch raises when the shapes do not fit
-            content = self.view_of(read).expanded(tuple(to.shape))
-        elif self.scalars is not None and (origin := self.scalars.origin(content)) is not None:
-            content = origin.expanded(tuple(to.shape))
+            if read.shape != to.shape:  # raises what torch raises when the shapes do not fit
+                read = self.lazy(read.meta.expand(to.shape), read.lazy_storage)
+            content = self.view_of(read)
+        elif self.scalars is not None and (origin := self.scalars.origin(content, tuple(to.shape))) is not None:
+            content = origin
         if type(to) is not LazyTensor:
             key = storage_key(to)
             if key in self.storages:
@@ -233,11 +230,9 @@ class Recorder:
                 "neither a parameter, a buffer nor an attribute of a module, so its use cannot be traced. Make it a "
                 "buffer of the module that uses it."
             )
-        numel = tensor.untyped_storage().nbytes() // tensor.element_size()
-        everything = tensor.detach().as_strided((numel,), (1,), 0)
-        storage = LazyStorage(everything, tensor.dtype, Geometry.contiguous((numel,)), numel)
-        self._adopted[key] = storage
-        return storage
+        everything = flat_view(tensor, tensor.dtype)
+        self._adopted[key] = storage_like(everything, everything)
+        return self._adopted[key]
 
     def _record_write(self, key: int, to: torch.Tensor, content: VersionedView | Number) -> None:
         """Records a write to a live storage; `to`, or a meta tensor like it, is the view written to."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace.geometry import IndexMap, TooFragmented
+from sglang_reshard.trace.geometry import Geometry, IndexMap, TooFragmented
 from sglang_reshard.trace.lazy_tensor import (
     CheckpointTensor,
     NotPlainCopy,
@@ -69,12 +70,12 @@ class Scalars:
         self._origins[number] = view
         return TracedScalar(number, tensor.spec.name)
 
-    def origin(self, value: Any) -> VersionedView | None:
-        """Returns the 0-dimensional view that a number was taken from; None for a plain number."""
+    def origin(self, value: Any, size: tuple[int, ...] = ()) -> VersionedView | None:
+        """Returns the view that a number was taken from, expanded to `size`; None for a plain number."""
         view = self._origins.get(value) if self._origins and isinstance(value, float) else None
         if view is None:
             return None
-        return VersionedView(view.storage, view.version, view.geometry._replace(size=(), stride=()), view.dtype)
+        return replace(view, geometry=Geometry(view.geometry.offset, size, (0,) * len(size)))
 
     def check_unused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises Unsupported if an operator that is no fill has a taken scalar among its arguments."""

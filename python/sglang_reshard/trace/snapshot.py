@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_reshard.trace.lazy_tensor import LazyTensor
-from sglang_reshard.trace.live import storage_key
+from sglang_reshard.trace.live import REGISTERS, storage_key
 
-_TABLES = ("_parameters", "_buffers", "_modules")
 ABSENT = object()  # as the value of an attribute that did not exist
 
 
@@ -39,7 +38,7 @@ def attributes_restored(model: torch.nn.Module) -> Iterator[list[Change]]:
         for key, value in attributes.items()
         if type(value) in (list, dict, set) and not key.startswith("_")
     ]
-    named = [(path, table) for path, own in modules for table in (own, *(own[register] for register in _TABLES))]
+    named = [(path, table) for path, own in modules for table in (own, *(own[register] for register in REGISTERS))]
     tables = [(path, table, dict(table)) for path, table in (*named, *of_parameters)]
     found: list[Change] = []
     try:

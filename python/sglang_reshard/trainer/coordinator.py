@@ -13,9 +13,8 @@ from concurrent.futures import Future, InvalidStateError, wait
 import msgspec
 
 from sglang_reshard import tasks
-from sglang_reshard.errors import Aborted, DeadlineExceeded, Mismatch, ReshardError
+from sglang_reshard.errors import Aborted, DeadlineExceeded, ReshardError
 from sglang_reshard.gpu.rank_info import RankGpuInfo
-from sglang_reshard.layout.source_layout import SourceLayout, first_difference
 from sglang_reshard.observability import spans
 from sglang_reshard.observability.report import TrainerRankReport, UpdateReport, slowest_seconds
 from sglang_reshard.protocol.messages import (
@@ -32,7 +31,7 @@ from sglang_reshard.protocol.update_channel import ANSWER_S, TrainerChannel
 from sglang_reshard.routes import options_around
 from sglang_reshard.shown_names import some_names
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
-from sglang_reshard.trainer.publisher import PublishedShards
+from sglang_reshard.trainer.publisher import PublishedShards, check_alike
 from sglang_reshard.trainer.settlement import Settlement
 from sglang_reshard.version import PROTOCOL, __version__
 
@@ -160,13 +159,7 @@ class UpdateCoordinator:
         if channel.update > 1:  # every rank has published its status, so every rank has read the last results
             channel.delete_update(channel.update - 1)
         statuses = [outcome.result() for outcome in outcomes]
-        for rank, status in enumerate(statuses):
-            if status.layout != statuses[0].layout:
-                first, other = (
-                    self._session.get(digest, SourceLayout, "the source layout", self._config.timeout_s)
-                    for digest in (statuses[0].layout, status.layout)
-                )
-                raise Mismatch(first_difference(first, other, rank))
+        check_alike(self._session, [status.layout for status in statuses])
         return statuses
 
     def _request(

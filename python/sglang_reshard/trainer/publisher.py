@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from sglang_reshard.errors import Mismatch
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.gpu.runtime import rank_device, runtime, trainer_device
 from sglang_reshard.layout.names import Renaming, ignored_remark, is_embedding
-from sglang_reshard.layout.source_layout import SourceTensor
+from sglang_reshard.layout.source_layout import SourceTensor, first_difference
 from sglang_reshard.layout.union import union
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.protocol.session import Session, handles_key
@@ -90,6 +91,17 @@ class Stages:
         distinct = list(dict.fromkeys(listed))
         layouts = [session.get(digest, SourceLayout, "the source layout", _FETCH_S) for digest in distinct]
         return cls(tuple(listed), union(layouts, [distinct.index(digest) for digest in listed]))
+
+
+def check_alike(session: Session, listed: Sequence[str]) -> None:
+    """Raises Mismatch, naming a tensor, unless all trainer ranks have the same layout.
+
+    listed  content hash of each trainer rank's layout, which is in the session
+    """
+    for rank, digest in enumerate(listed):
+        if digest != listed[0]:
+            first, other = (session.get(d, SourceLayout, "the source layout", _FETCH_S) for d in (listed[0], digest))
+            raise Mismatch(first_difference(first, other, rank))
 
 
 class ShardPublisher:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_reshard.layout.regions import Box, Region, split
+from sglang_reshard.layout.regions import Box, split
 from sglang_reshard.layout.source_layout import SourceTensor
 from sglang_reshard.sources import TrainerState, tied_names
 
@@ -108,7 +108,7 @@ def _pair(state: TrainerState, rank: int, head: Head) -> _Pair:
     if what:
         return _Pair(tensor.name, of.name, refusal=f"{what}, so the two cannot be compared")
     ours, theirs = (
-        {s.box: held.to_local(s, Region.of(s.box)).view(local) for s in held.shards_of(rank)}
+        {box: region.view(local) for box, region in held.held_by(rank)}
         for held, local in zip(maps, shards, strict=True)
     )
     views = tuple((_located(state, view), _located(state, theirs[box])) for box, view in ours.items())

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -127,14 +127,22 @@ class UpdateSender:
 
         Raises DeadlineExceeded, naming the ranks that do not call it.
         """
-        size, timeout_s = len(self._global_ranks), timeout_s or self.timeout_s
-        gathered = self.session.client.all_gather(
-            f"agreed/{method}", self._rank, size, own, timeout_s, explain=lambda missing: (
-                f"trainer ranks {missing} did not call {method} within {timeout_s:.0f} s. Every trainer rank must call "
-                "it; look at the logs of these ranks"
-            )
-        )  # fmt: skip
+        timeout_s = timeout_s or self.timeout_s
+        gathered = self.exchange(f"agreed/{method}", own, timeout_s, lambda missing: (
+            f"trainer ranks {missing} did not call {method} within {timeout_s:.0f} s. Every trainer rank must call it; "
+            "look at the logs of these ranks"
+        ))  # fmt: skip
         return gathered[0]
+
+    def exchange(
+        self, name: str, own: bytes, timeout_s: float, explain: Callable[[list[int]], str] | None = None
+    ) -> list[bytes]:
+        """Returns what each trainer rank passes under the same name, in rank order. Collective.
+
+        explain  returns the message of DeadlineExceeded for these missing ranks
+        """
+        size = len(self._global_ranks)
+        return self.session.client.all_gather(name, self._rank, size, own, timeout_s, explain=explain)
 
     def cancel_update(self, cancelled: bool) -> None:
         """Aborts the update that runs in another thread, on all ranks. Engines that are being written are torn.
@@ -178,11 +186,7 @@ class UpdateSender:
         """Returns the outcomes that the trainer ranks can add to. Collective."""
         errors = {engine: error for engine, error in outcomes.items() if isinstance(error, ReshardError)}
         if errors:
-            name, size = f"disagreement/{self._update}", len(self._global_ranks)
-
-            def exchange(own: bytes) -> list[bytes]:
-                return self.session.client.all_gather(name, self._rank, size, own, self.timeout_s)
-
+            exchange = functools.partial(self.exchange, f"disagreement/{self._update}", timeout_s=self.timeout_s)
             source = published.source, shards, self._rank
             errors = explained(errors, *source, self._update, exchange, options.partial)
         remarked = {

@@ -237,7 +237,7 @@ def place(reads: Reads, strategy: Strategy, sending: Mapping[int, int]) -> dict[
             direct = strategy.broadcasts.direct_reads[reads.engine_rank][plan.shards(index)]
             reads.landing.place(written, read_targets(plan, np.flatnonzero(direct).tolist()))
         return {}
-    links = engine_links(index.layout, plan, program, sending)
+    links = engine_links(reads, sending)
     if program.arrivals:
         mapped = read_targets(plan, mapped_reads(reads, sending))
         reads.landing.place(targets_by_round(links, plan), mapped, ahead=BUCKETS - 1)

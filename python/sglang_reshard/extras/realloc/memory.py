@@ -8,7 +8,6 @@ import torch
 
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.layout.regions import Region
 from sglang_reshard.memory.overlap import Written, overwritten
 from sglang_reshard.plan import TensorIndex
 
@@ -27,9 +26,8 @@ def held_regions(index: TensorIndex, shards: Sequence[torch.Tensor], rank: int) 
     shards  this rank's local tensors, in the layout's order
     """
     for number, tensor in enumerate(index.layout.tensors):
-        shard_map = index.tensor_class(number).shard_map
-        for shard in shard_map.shards_of(rank):
-            yield tensor.name, shard_map.to_local(shard, Region.of(shard.box)).view(shards[number])
+        for _, region in index.tensor_class(number).shard_map.held_by(rank):
+            yield tensor.name, region.view(shards[number])
 
 
 def check_not_overwritten(sources: Iterable[Named], written: Iterable[torch.Tensor], rank: int) -> None:

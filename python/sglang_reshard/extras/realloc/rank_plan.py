@@ -21,12 +21,19 @@ from sglang_reshard.errors import DeadlineExceeded, Mismatch, Unsupported
 from sglang_reshard.extras.realloc.memory import UsedMemory, check_not_overwritten, held_regions, same_memory
 from sglang_reshard.gpu.runtime import runtime, trainer_device
 from sglang_reshard.layout.decoders import pack_blob
-from sglang_reshard.layout.regions import LocalRegion, Region
+from sglang_reshard.layout.regions import Region
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.memory.mapping import host_identity
 from sglang_reshard.memory.overlap import Written, written_once
 from sglang_reshard.plan import RankLocation, ReadPlan, TensorIndex, plan_reads
-from sglang_reshard.routes.p2p.links import P2pLink, Round, build_rounds, destination_view, destination_views
+from sglang_reshard.routes.p2p.links import (
+    P2pLink,
+    Round,
+    build_rounds,
+    destination_view,
+    destination_views,
+    sent_link,
+)
 from sglang_reshard.routes.p2p.messages import SendRequest, send_request
 from sglang_reshard.routes.wire.rounds import Wait, run_rounds
 from sglang_reshard.shown_names import some_names
@@ -78,7 +85,6 @@ class RankPlan:
         self._versions = VersionCounters(())  # of the target's tensors
         self.packed = b""
         self.index: TensorIndex
-        self.requests: dict[int, SendRequest] = {}
         self.packed_requests: dict[int, bytes] = {}
         self._ties: list[dict[str, str]] = []
         self._program: Program
@@ -114,8 +120,7 @@ class RankPlan:
         self._program = target_program(self.index, self._target, self._rank, strict=strict, tied=self._tied)
         self._reads = plan_target_reads(self.index, self._program, self._rank, [other.host for other in told])
         traffic = {peer: nbytes for peer, (nbytes, _) in self._reads.traffic().items() if peer != self._rank}
-        self.requests = {peer: send_request(self._reads, peer) for peer in traffic}
-        self.packed_requests = {peer: pack_blob(request)[1] for peer, request in self.requests.items()}
+        self.packed_requests = {peer: pack_blob(send_request(self._reads, peer))[1] for peer in traffic}
         sizes = {peer: len(packed) for peer, packed in self.packed_requests.items()}
         return Demand(listed_bits(self.index, self._program), traffic, sizes)
 
@@ -134,14 +139,12 @@ class RankPlan:
         tensors, source = self.index.layout.tensors, self._source
         # In the layout's order; those that this rank does not list are empty.
         shards = list(source.within(self.index.layout).shards) if source else [torch.empty(0)] * len(tensors)
-        sends = {}
-        for peer, request in asked.items():
-            views = [(region.view(shards[tensor]),) for tensor, region in request.entries()]
-            sends[peer] = self._link(request, per_round[self._rank, peer], views)
-        receives = {
-            peer: self._link(request, per_round[peer, self._rank], destination_views(self._program, self._reads, peer))
-            for peer, request in self.requests.items()
-        }
+        to_peers, from_peers = per_round[self._rank].tolist(), per_round[:, self._rank].tolist()
+        layout, sizes = self.index.layout, {peer: from_peers[peer] for peer in self.packed_requests}
+        sends = {peer: sent_link(layout, shards, request, to_peers[peer]) for peer, request in asked.items()}
+        views = functools.partial(destination_views, self._program, self._reads)
+        requests = {peer: send_request(self._reads, peer) for peer in sizes}
+        receives = {p: P2pLink.cut(layout, requests[p], nbytes, views(p)) for p, nbytes in sizes.items()}
         copied = list(self._copied(shards))
         written = [view for link in receives.values() for views in link.views for view in views]
         written += [destination for destination, _, _ in copied]
@@ -170,9 +173,6 @@ class RankPlan:
             shard_map = self.index.tensor_class(self.index.index_of[name]).shard_map
             holders.update(rank for shard in shard_map.shards for rank in shard.ranks)
         return all(self._ties[rank].get(a, a) == self._ties[rank].get(b, b) for rank in holders)
-
-    def _link(self, request: SendRequest, round_bytes: int, views: Sequence[tuple[torch.Tensor, ...]]) -> P2pLink:
-        return P2pLink.cut(self.index.layout, request, int(round_bytes), views)
 
     def _copied(self, shards: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
         """Yields (destination, source, bytes) within this rank, except memory that is the same on both sides."""
@@ -221,7 +221,7 @@ def target_program(
     targets: dict[str, torch.Tensor] = {}
     lacking = []
     own = TensorIndex.of(target.layout)
-    places = [list(_places(own, number, rank)) for number in range(len(own.classes))]
+    held = [tensor_class.shard_map.held_by(rank) for tensor_class in own.classes]
     for number, (tensor, local) in enumerate(zip(target.layout.tensors, target.shards, strict=True)):
         source = index.index_of.get(tensor.name)
         if source is None:
@@ -229,9 +229,9 @@ def target_program(
             continue
         _check_alike(index.layout.tensors[source], tensor, rank)
         targets[tensor.name] = local
-        for region, place in places[own.class_of[number]]:
+        for box, place in held[own.class_of[number]]:
             offset, strides = place.memory(local.stride())
-            copies.append(Copy(tensor.name, region, tensor.name, offset, strides))
+            copies.append(Copy(tensor.name, Region.of(box), tensor.name, offset, strides))
     if strict and lacking:
         raise Mismatch(
             f"trainer rank {rank}: the target has {len(lacking)} tensors that are in no trainer rank's source: "
@@ -240,14 +240,6 @@ def target_program(
     written = [Written.within(c.target, targets[c.target], c.offset, c.region.count, c.strides) for c in copies]
     kept = written_once(written, tied, f"trainer rank {rank}: ")
     return Program(tuple(copies[number] for number in kept), targets)
-
-
-def _places(own: TensorIndex, number: int, rank: int) -> Iterator[tuple[Region, LocalRegion]]:
-    """Yields each box that the rank holds of a tensor of a class, and where it is in the local tensor."""
-    shard_map = own.classes[number].shard_map
-    for shard in shard_map.shards_of(rank):
-        region = Region.of(shard.box)
-        yield region, shard_map.to_local(shard, region)
 
 
 def _check_alike(source: SourceTensor, target: SourceTensor, rank: int) -> None:

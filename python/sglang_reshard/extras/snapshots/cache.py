@@ -10,13 +10,14 @@ A copy is never changed: each gets a folder of a new name, so that a server may 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.extras.snapshots.delta_file import apply_delta
@@ -25,27 +26,25 @@ from sglang_reshard.extras.snapshots.manifest import (
     CACHE_MARK,
     DELTA,
     MANIFEST,
+    PART_BYTES,
     SAFETENSORS,
     Entry,
     Snapshot,
     check_kinds,
     check_size,
     encode,
-    hash_of,
     note_tensors,
     read_table,
-    write_atomically,
+    sha256_of,
 )
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.regular_files import is_folder, lock
 
 logger = get_logger(__name__)
-_PART = 1 << 24
 _LONGEST_CHAIN = 64  # of deltas, one after the other
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MARK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _MODE = 0o666  # less the umask
-_COPY, _UNFINISHED = "copy-", ".unfinished-"  # of the names of copies, and of those that are being made
+_COPY = "copy-"  # begins the names of copies
 
 
 class _Copy(NamedTuple):
@@ -57,7 +56,7 @@ class Cache:
     """A folder of this host that only one follower writes: the one that made this object first.
 
     path        of the folder, absolute
-    read_bytes  of weights that were read from snapshots, so far
+    read_bytes  of weights that were read from snapshots, since the owner last set it to 0
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,16 +79,20 @@ class Cache:
         check_kinds(newest, lambda name: folder.where(newest.name, name))
         try:
             present = self._found()
-            if present is not None and present.snapshot == newest and self._is_whole(present):
-                return present.path
-            if present is not None and (chain := self._chain(folder, present.snapshot, newest, entries)):
-                base = present.path
+            if present is not None and present.snapshot == newest:
+                with contextlib.suppress(Mismatch):
+                    self._check(newest, folder, present.path)
+                    return present.path
+                self._clear(keep=None)
+            elif present is not None:
                 try:
-                    return self._copied(newest, folder, lambda name, to: self._advance(folder, chain, name, base, to))
+                    if chain := self._chain(folder, present.snapshot, newest, entries):
+                        step = functools.partial(self._advance, folder, chain, present.path)
+                        return self._copied(newest, folder, step)
                 except Mismatch as error:
                     logger.warning("%s; snapshot %s is read whole", error, newest.name)
             self._check_sizes(folder, newest)
-            return self._copied(newest, folder, lambda name, to: self._read_whole(folder, newest, name, to))
+            return self._copied(newest, folder, functools.partial(self._read_whole, folder, newest))
         except OSError as error:
             raise ReshardError(f"snapshot {newest.name} cannot be stored in the cache {self.path}: {error}") from error
 
@@ -114,24 +117,22 @@ class Cache:
                 continue
             if not is_folder(path):
                 path.unlink()
-            elif path.name.startswith((_COPY, _UNFINISHED)):
+            elif path.name.startswith((_COPY, ".unfinished-")):  # in earlier releases, of incomplete ones
                 shutil.rmtree(path)
 
     def _copied(self, snapshot: Snapshot, folder: Folder, write: Callable[[str, Path], None]) -> Path:
-        """Returns a new copy. `write` makes a file of a name in a folder.
+        """Returns a new copy, which is one once it has its manifest. `write` makes a file of a name in a folder.
 
         Raises Mismatch, naming a file of `folder`, if the copy is damaged.
         """
-        token = secrets.token_hex(8)
-        copy, finished = self.path / f"{_UNFINISHED}{token}", self.path / f"{_COPY}{token}"
+        copy = self.path / f"{_COPY}{secrets.token_hex(8)}"
         copy.mkdir()
         try:
             for name in snapshot.files:
                 write(name, copy)
             self._check(snapshot, folder, copy)
-            write_atomically(copy / MANIFEST, encode(snapshot))
-            os.rename(copy, finished)
-            return finished
+            (copy / MANIFEST).write_bytes(encode(snapshot))
+            return copy
         except BaseException:
             shutil.rmtree(copy, ignore_errors=True)
             raise
@@ -139,23 +140,20 @@ class Cache:
     def _chain(
         self, folder: Folder, present: Snapshot, newest: Snapshot, entries: Sequence[Entry]
     ) -> list[Snapshot] | None:
-        """Returns the snapshots after the present one, in order; None if deltas do not lead from it to the newest."""
+        """Returns the snapshots after the present one, in order; None if deltas do not lead from it to the newest.
+
+        Raises Mismatch for one of them that is damaged.
+        """
         chain = [newest]
         while (base := chain[-1].base_entry) != present.entry:
             if base is None or base not in entries or len(chain) == _LONGEST_CHAIN:
                 return None
-            try:
-                chain.append(manifest(folder, base.name, base))
-            except Mismatch as error:
-                logger.warning("%s; snapshot %s is read whole", error, newest.name)
-                return None
-            if not chain[-1].files.keys() <= present.files.keys():
-                return None
+            chain.append(manifest(folder, base.name, base))
         whole = sum(file.nbytes for file in newest.files.values())
         needed = sum(f.nbytes if f.delta_bytes is None else f.delta_bytes for s in chain for f in s.files.values())
-        return chain[::-1] if newest.files.keys() <= present.files.keys() and needed < whole else None
+        return chain[::-1] if needed < whole else None
 
-    def _advance(self, folder: Folder, chain: Sequence[Snapshot], name: str, base: Path, copy: Path) -> None:
+    def _advance(self, folder: Folder, chain: Sequence[Snapshot], base: Path, name: str, copy: Path) -> None:
         """Makes one file of `copy`, from the copy `base`: of its last whole version, by the deltas since."""
         steps = [step for step in chain if name in step.files]
         whole = max((n for n, step in enumerate(steps) if step.files[name].delta_bytes is None), default=-1)
@@ -180,16 +178,16 @@ class Cache:
 
     def _write(self, path: Path, source: BinaryIO, nbytes: int) -> None:
         """Copies exactly this number of bytes, even if a store reports another size."""
-        try:
-            descriptor = os.open(path, _NEW, _MODE)
-        except OSError as error:
-            raise ReshardError(f"{path} cannot be written: {error}") from error
-        with open(descriptor, "wb") as copy:
-            while nbytes and (part := source.read(min(nbytes, _PART))):
-                try:
-                    copy.write(part)
-                except OSError as error:  # of this host, and no failure to read the snapshot
-                    raise ReshardError(f"{path} cannot be written: {error}") from error
+
+        def here(call: Callable[..., Any], *arguments: Any) -> Any:
+            try:
+                return call(*arguments)
+            except OSError as error:  # of this host, and no failure to read the snapshot
+                raise ReshardError(f"{path} cannot be written: {error}") from error
+
+        with here(open, path, "xb") as copy:
+            while nbytes and (part := source.read(min(nbytes, PART_BYTES))):
+                here(copy.write, part)
                 nbytes -= len(part)
 
     def _check(self, snapshot: Snapshot, folder: Folder, copy: Path) -> None:
@@ -201,19 +199,10 @@ class Cache:
                 check_size(nbytes, file, where)
                 if name.endswith(SAFETENSORS):
                     note_tensors(of_tensor, read_table(opened, nbytes, where), name, where)
-                    opened.seek(0)
-                if hash_of(opened, nbytes) != file.sha256:
+                if sha256_of(copy / name) != file.sha256:
                     raise Mismatch(
                         f"{where} does not have the SHA-256 that the manifest of snapshot {snapshot.name} lists"
                     )
-
-    def _is_whole(self, copy: _Copy) -> bool:
-        try:
-            self._check(copy.snapshot, self._copies, copy.path)
-        except Mismatch:
-            self._clear(keep=None)
-            return False
-        return True
 
     def _check_sizes(self, folder: Folder, snapshot: Snapshot) -> None:
         """Raises before a copy is begun, for files of other sizes than the manifest says, and without room here."""

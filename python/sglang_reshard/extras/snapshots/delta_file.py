@@ -10,20 +10,19 @@ SIGBUS.
 
 from __future__ import annotations
 
-import itertools
 import os
 import stat
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
 import torch
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.routes.delta.checks import is_sound, read_encodings, verdicts
+from sglang_reshard.layout.decoders import from_json
+from sglang_reshard.routes.delta.checks import is_sound, read_encodings
 from sglang_reshard.routes.delta.encoding import ALIGN_BYTES, UNITS, Encoded, Kind, apply, encode, index_room
 
 CHUNK_BYTES = 4 << 20
@@ -38,7 +37,7 @@ _Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unit_bytes: int
     nbytes: _Bytes
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=_CHUNKS[0], le=_CHUNKS[1], multiple_of=ALIGN_BYTES)] = CHUNK_BYTES
 
     def chunks(self) -> list[int]:
         """Returns the bytes of each chunk."""
@@ -95,43 +94,35 @@ def write_delta(base: Path, new: Path, out: Path, unit_bytes: int, most: int) ->
 
 
 def apply_delta(delta: BinaryIO, path: Path) -> None:
-    """Applies a delta to a file, the base, in place.
+    """Applies a delta to a file, the base, in place. Each chunk's changes are checked before they are written.
 
-    The delta is copied to an unnamed file next to the base, and all of it is checked before the base is written: a
-    later change of the original has no effect here.
-
-    Raises Mismatch, and leaves the base as it is, for a delta that is damaged, or not of such a file.
+    Raises Mismatch for a delta that is damaged, or not of such a file. Earlier chunks may have been written in that
+    case.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(descriptor, "r+b") as content, tempfile.TemporaryFile(dir=path.parent) as copy:
-        header, encoded = _read_header(delta, os.fstat(descriptor).st_size, path)
-        sizes = header.chunks()
-        units = [size // header.unit_bytes for size in sizes]
-        payloads = [e.payload_bytes(n, header.unit_bytes) for e, n in zip(encoded, units, strict=True)]
-        nbytes = sum(payloads)
-        while copy.tell() < nbytes and (part := delta.read(min(CHUNK_BYTES, nbytes - copy.tell()))):
-            copy.write(part)
-        if copy.tell() != nbytes or delta.read(1):
-            raise _invalid(path, f"it has data after the {nbytes:,} bytes of changes")
-        if not nbytes:
-            return
-        copy.flush()
-        parts = torch.from_numpy(np.memmap(copy, np.uint8, "c", shape=nbytes)).split(payloads)
-        checked = (is_sound(e, n, p[: e.index_bytes(n)]) for e, n, p in zip(encoded, units, parts, strict=True))
-        if not all(found := verdicts(list(checked))):
-            raise _invalid(path, f"the positions of the changes of chunk {found.index(False)} are invalid")
-        room = torch.empty(max(sizes), dtype=torch.uint8)
-        begins = itertools.accumulate(sizes, initial=0)
-        for how, count, part, begin, size in zip(encoded, units, parts, begins, sizes, strict=False):
+    with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b") as content:
+        header, encoded = _read_header(delta, os.fstat(content.fileno()).st_size, path)
+
+        def read(source: Any, nbytes: int) -> torch.Tensor:
+            found = torch.empty(nbytes, dtype=torch.uint8)
+            if source.readinto(found.numpy().data) != nbytes:
+                raise _invalid(path, f"{'the file' if source is content else 'it'} was truncated")
+            return found
+
+        for number, (how, size) in enumerate(zip(encoded, header.chunks(), strict=True)):
             if how.kind is Kind.SAME:
+                content.seek(size, os.SEEK_CUR)
                 continue
-            content.seek(begin)
-            if content.readinto((chunk := room[:size]).numpy().data) != size:
-                raise _invalid(path, "it was truncated while it was read")
-            end = how.index_bytes(count)
-            apply(how, part[:end], part[end:], header.unit_bytes, chunk)
-            content.seek(begin)
+            units = size // header.unit_bytes
+            index = read(delta, how.index_bytes(units))
+            values = read(delta, how.value_bytes(units, header.unit_bytes))
+            if not is_sound(how, units, index):
+                raise _invalid(path, f"the positions of the changes of chunk {number} are invalid")
+            chunk = read(content, size)
+            apply(how, index, values, header.unit_bytes, chunk)
+            content.seek(-size, os.SEEK_CUR)
             content.write(chunk.numpy().data)
+        if delta.read(1):
+            raise _invalid(path, "it has data after the changes")
 
 
 def _read_header(delta: BinaryIO, nbytes: int, path: Path) -> tuple[_Header, Sequence[Encoded]]:
@@ -140,15 +131,13 @@ def _read_header(delta: BinaryIO, nbytes: int, path: Path) -> tuple[_Header, Seq
     if length > _HEADER_BYTES:
         raise _invalid(path, f"its header claims an invalid length of {length:,} bytes")
     try:
-        header = msgspec.json.decode(delta.read(length), type=_Header)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        header = from_json(delta.read(length), _Header)
+    except msgspec.MsgspecError as error:
         raise _invalid(path, f"its header cannot be read: {error}") from error
     if header.nbytes != nbytes or not nbytes:
         raise _invalid(path, f"it applies to a file of {header.nbytes:,} bytes, but this file has {nbytes:,}")
     if header.unit_bytes not in UNITS or nbytes % header.unit_bytes:
         raise _invalid(path, f"its units of {header.unit_bytes} bytes do not divide {nbytes:,} bytes")
-    if not _CHUNKS[0] <= header.chunk_bytes <= _CHUNKS[1] or header.chunk_bytes % ALIGN_BYTES:
-        raise _invalid(path, f"its chunk size of {header.chunk_bytes:,} bytes is invalid")
     sizes = header.chunks()
     data = delta.read(_ROW_BYTES * len(sizes))
     if len(data) != _ROW_BYTES * len(sizes):
@@ -159,7 +148,4 @@ def _read_header(delta: BinaryIO, nbytes: int, path: Path) -> tuple[_Header, Seq
 
 
 def _invalid(path: Path, why: str) -> Mismatch:
-    return Mismatch(
-        f"the delta of {path.name} is damaged, or belongs to another file: {why}. Nothing of it was written; read the "
-        "snapshot's complete file instead"
-    )
+    return Mismatch(f"the delta of {path.name} is damaged, or belongs to another file: {why}")

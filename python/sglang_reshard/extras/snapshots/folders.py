@@ -50,17 +50,16 @@ class Folder(Protocol):
 
 def listed(folder: Folder) -> SnapshotList | None:
     """Returns the list of a folder; None if it has none. Raises Mismatch for a list that is none."""
-    data = _read(folder, "", LIST, LIST_BYTES)
-    return None if data is None else decode_list(data, folder.where(LIST))
+    try:
+        data = _read(folder, "", LIST, LIST_BYTES)
+    except MissingFile:
+        return None
+    return decode_list(data, folder.where(LIST))
 
 
 def manifest(folder: Folder, name: str, entry: Entry | None = None) -> Snapshot:
     """Returns the manifest in the folder `name`. Raises Mismatch if it is missing, or that of another than `entry`."""
-    where = folder.where(name, MANIFEST)
-    data = _read(folder, name, MANIFEST, MANIFEST_BYTES)
-    if data is None:
-        raise Mismatch(f"{where} is missing")
-    return decode_snapshot(data, where, entry)
+    return decode_snapshot(_read(folder, name, MANIFEST, MANIFEST_BYTES), folder.where(name, MANIFEST), entry)
 
 
 def entry_of(folder: Folder, name: str) -> Entry | None:
@@ -68,12 +67,13 @@ def entry_of(folder: Folder, name: str) -> Entry | None:
 
     Raises UnreadableFile if nobody can tell now.
     """
-    data = _read(folder, name, MANIFEST, MANIFEST_BYTES)
     try:
-        found = None if data is None else decode_snapshot(data, folder.where(name, MANIFEST)).entry
+        found = manifest(folder, name).entry
+    except UnreadableFile:
+        raise
     except Mismatch:
         return None
-    return found if found is not None and found.name == name else None
+    return found if found.name == name else None
 
 
 def listed_or_found(folder: Folder) -> SnapshotList:
@@ -81,32 +81,30 @@ def listed_or_found(folder: Folder) -> SnapshotList:
 
     Raises UnreadableFile if it cannot be read now.
     """
-    data = _read(folder, "", LIST, LIST_BYTES)
     try:
-        if data is not None:
-            return decode_list(data, folder.where(LIST))
+        if (found := listed(folder)) is not None:
+            return found
+    except UnreadableFile:
+        raise
     except Mismatch as error:
         logger.warning("%s; it is rebuilt from the snapshots' manifests", error)
-    found = []
+    entries = []
     for name in sorted(folder.names()):
         with contextlib.suppress(UnreadableFile):  # another's, perhaps
-            found.append(entry_of(folder, name))
-    return SnapshotList.of({entry.publication: entry for entry in found if entry is not None}.values())
+            entries.append(entry_of(folder, name))
+    return SnapshotList.of({entry.publication: entry for entry in entries if entry is not None}.values())
 
 
-def _read(folder: Folder, name: str, file: str, most_bytes: int) -> bytes | None:
-    try:
-        with folder.open(name, file) as (opened, _):
-            return opened.read(most_bytes + 1)
-    except MissingFile:
-        return None
+def _read(folder: Folder, name: str, file: str, most_bytes: int) -> bytes:
+    with folder.open(name, file) as (opened, _):
+        return opened.read(most_bytes + 1)
 
 
 class UnreadableFile(Mismatch):
     """A file, good or not, cannot be read now."""
 
 
-class MissingFile(UnreadableFile):
+class MissingFile(Mismatch):
     """There is no such file."""
 
 
@@ -121,7 +119,7 @@ class LocalFolder:
 
     @contextlib.contextmanager
     def open(self, name: str, file: str) -> Iterator[tuple[BinaryIO, int]]:
-        where = self.where(*([name] if name else []), file)
+        where = self.where(name, file)
         with _told(where), contextlib.ExitStack() as stack:
             within = os.open(self._root, FOLDER_FLAGS & ~os.O_NOFOLLOW)  # what the user has named
             stack.callback(os.close, within)
@@ -145,11 +143,11 @@ class StoredFolder:
         self._files, self._root = files, root
 
     def where(self, *names: str) -> str:
-        return "/".join((self._root, *names))
+        return "/".join((self._root, *filter(None, names)))
 
     @contextlib.contextmanager
     def open(self, name: str, file: str) -> Iterator[tuple[BinaryIO, int]]:
-        path = self.where(*([name] if name else []), file)
+        path = self.where(name, file)
         with _told(path):
             found = self._files.info(path)
             if found.get("type") != "file":

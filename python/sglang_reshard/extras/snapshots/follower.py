@@ -15,7 +15,6 @@ goes back to an earlier publication than it holds, unless that is allowed.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -57,7 +56,6 @@ class _Refused(NamedTuple):
 class SnapshotFollower:
     """Keeps one server at the newest good snapshot of a folder.
 
-    read_bytes    that the last `poll` has read of weights from the folder, into the cache or by the server
     loaded_bytes  that the server has loaded in the last `poll`, out of the cache or the folder
     listed        the number of snapshots that the folder listed at the last `poll`
     """
@@ -87,7 +85,12 @@ class SnapshotFollower:
         self._allow_rollback = allow_rollback
         self._refused: dict[Entry, _Refused] = {}
         self._told = ""  # what was told last of the weights that the server holds
-        self.read_bytes = self.loaded_bytes = self.listed = 0
+        self.loaded_bytes = self.listed = 0
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of weights that the last `poll` has read from the folder, into the cache or by the server."""
+        return self.loaded_bytes if self._cache is None else self._cache.read_bytes
 
     @property
     def folder_exists(self) -> bool:
@@ -107,7 +110,9 @@ class SnapshotFollower:
         Raises the server's errors if it does not answer or does not accept the keys, and TornWeights if its weights are
         torn and no snapshot makes them good.
         """
-        self.read_bytes = self.loaded_bytes = 0
+        self.loaded_bytes = 0
+        if self._cache is not None:
+            self._cache.read_bytes = 0
         try:
             found = listed(self._folder)
             entries = () if found is None else found.entries()
@@ -141,8 +146,6 @@ class SnapshotFollower:
                 self._tell(loaded.message)
                 return None
             self.loaded_bytes = loaded.read_bytes
-            if self._cache is None:
-                self.read_bytes = loaded.read_bytes
             logger.info("%s now serves snapshot %s; %d bytes were read", self._engine.url, entry.name, self.read_bytes)
             return entry.name
         if torn is not None:
@@ -175,12 +178,8 @@ class SnapshotFollower:
         """Returns the folder that the server is to load. Raises ReshardError, naming a file."""
         snapshot = manifest(self._folder, entry.name, entry)
         if self._cache is None:
-            return Path(os.path.abspath(self._folder.where(entry.name)))
-        before = self._cache.read_bytes
-        try:
-            return self._cache.bring(self._folder, snapshot, entries)
-        finally:
-            self.read_bytes += self._cache.read_bytes - before
+            return Path(self._folder.where(entry.name))
+        return self._cache.bring(self._folder, snapshot, entries)
 
     def _refuse(self, entry: Entry, error: ReshardError) -> None:
         before = self._refused.get(entry)

@@ -11,8 +11,6 @@ are compared first, headers are bounded, and tables of tensors must fill their f
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, BinaryIO, NamedTuple, TypeVar
@@ -21,6 +19,7 @@ import msgspec
 
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.checkpoint_headers import DTYPES
+from sglang_reshard.layout.decoders import from_json
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.protocol.publication import MOST_PUBLICATION
 
@@ -35,8 +34,7 @@ PATTERNS = frozenset("*?[]")  # an object store's client expands them
 
 MANIFEST_BYTES, LIST_BYTES = 16 << 20, 4 << 20  # at most
 SUM_DIGITS = 16  # of a checksum in a manifest
-_PART = 1 << 24  # bytes that are read at once
-_MODE = 0o666  # less the umask, as of any new file
+PART_BYTES = 1 << 24  # that are read at once
 T = TypeVar("T")
 
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
@@ -165,29 +163,9 @@ def _decode(data: bytes, kind: type[T], where: str, most_bytes: int) -> T:
     if len(data) > most_bytes:
         raise Mismatch(f"{where} has more than {most_bytes} bytes; sglang-reshard did not write it")
     try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        return from_json(data, kind)
+    except msgspec.MsgspecError as error:
         raise Mismatch(f"{where} is not a valid file of a snapshot: {error}") from error
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replaces a file atomically, and syncs it to disk."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")  # others may be replacing it, too
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
-    try:
-        with open(descriptor, "wb") as opened:
-            opened.write(data)
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as opened:
-        return hash_of(opened, path.stat().st_size)
 
 
 def is_snapshot_name(name: str) -> bool:
@@ -258,12 +236,12 @@ def check_size(nbytes: int, file: SnapshotFile, where: str) -> None:
         raise Mismatch(f"{where} has {nbytes} bytes, but its manifest lists {file.nbytes}")
 
 
-def hash_of(opened: BinaryIO, nbytes: int) -> str:
-    """Returns the SHA-256 of a file, of whose bytes no more than `nbytes` and one are read."""
-    found, left = hashlib.sha256(), nbytes + 1
-    while left and (part := opened.read(min(left, _PART))):
-        found.update(part)
-        left -= len(part)
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file that this process has written."""
+    found = hashlib.sha256()
+    with open(path, "rb") as opened:
+        while part := opened.read(PART_BYTES):
+            found.update(part)
     return found.hexdigest()
 
 
@@ -275,11 +253,11 @@ def read_table(opened: BinaryIO, nbytes: int, where: str) -> Table:
         raise Mismatch(f"{where} claims a header of {length} bytes, but has only {nbytes} bytes itself")
     header = opened.read(length)
     try:
-        listed = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        listed = from_json(header, dict[str, msgspec.Raw])
         if (metadata := listed.pop(METADATA, None)) is not None:
-            msgspec.json.decode(metadata, type=dict[str, str])
-        tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in listed.items()}
-    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+            from_json(bytes(metadata), dict[str, str])
+        tensors = {name: from_json(bytes(raw), _Tensor) for name, raw in listed.items()}
+    except msgspec.MsgspecError as error:
         raise Mismatch(f"{where} has a damaged header: {error}") from error
     if len(tensors) > MOST_TENSORS:
         raise Mismatch(f"{where} has {len(tensors)} tensors; at most {MOST_TENSORS} are supported in one file")

@@ -29,12 +29,11 @@ from sglang_reshard.layout.names import Rename, Renaming, patterns
 from sglang_reshard.nearest import check_one_of
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.publication import next_publication
-from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import NamedTensors, TrainerState, describe
 from sglang_reshard.trainer.collectives import Gathering
 from sglang_reshard.trainer.options import UpdateOptions
-from sglang_reshard.trainer.publisher import Stages
-from sglang_reshard.trainer.update_sender import repeatable
+from sglang_reshard.trainer.publisher import Stages, Weights, check_alike
+from sglang_reshard.trainer.update_sender import UpdateSender, repeatable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -140,12 +139,8 @@ class Snapshots:
             message = f"{error} The weights were written to {written.path}"
             return msgspec.structs.replace(UpdateReport.failed(message, weight_version), transport="disk")
 
-    def _write(
-        self, weights: NamedTensors | torch.nn.Module | TrainerState, options: SnapshotOptions
-    ) -> SnapshotReport:
-        participant = self._sender.participant
-        writer = SnapshotWriter(participant.session, *participant.ranks, participant.timeout_s)
-        return writer.write(weights, self._folder, options)
+    def _write(self, weights: Weights, options: SnapshotOptions) -> SnapshotReport:
+        return SnapshotWriter(self._sender.participant, self._folder, options).write(weights)
 
     def _chosen(self, name: str, options: SnapshotGiven) -> SnapshotOptions:
         chosen: dict[str, Any] = {**self._options, **options}
@@ -209,7 +204,7 @@ class SnapshotGiven(TypedDict, total=False):
 
 
 class SnapshotWriter:
-    """Writes snapshots, with the writers of the other trainer ranks.
+    """Writes one snapshot, with the writers of the other trainer ranks.
 
     Trainer rank 0 lays the files out and reserves their space. Every trainer rank maps them and writes the boxes that
     it holds where they belong; of several that hold the same, one does. Then the ranks divide the files among them:
@@ -217,35 +212,31 @@ class SnapshotWriter:
     name when everything is on disk, so that a reader always finds a complete snapshot, even if a rank dies.
     """
 
-    def __init__(self, session: Session, trainer_rank: int, global_ranks: tuple[int, ...], timeout_s: float) -> None:
-        self._session, self._rank, self._global_ranks = session, trainer_rank, global_ranks
-        self._timeout_s, self._name = timeout_s, ""
+    def __init__(self, sender: UpdateSender, folder: Path, options: SnapshotOptions) -> None:
+        self._sender, self._folder, self._options = sender, folder, options
+        self._rank, self._global_ranks = sender.ranks
 
-    def write(
-        self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, folder: Path, options: SnapshotOptions
-    ) -> SnapshotReport:
+    def write(self, named_tensors: Weights) -> SnapshotReport:
         """Collective. Raises, on every rank, what one of them fails with; in this case no file of the snapshot
         remains.
         """
-        began = time.perf_counter()
+        began, folder, options = time.perf_counter(), self._folder, self._options
         if options.keep is not None and options.keep < 1:
             raise Mismatch(f"keep={options.keep} would delete every snapshot; pass at least 1")
         check_snapshot_name(options.name)
-        self._name = options.name
         store: SnapshotStore | None = None
         if options.upload is not None:
             with self._phase("store"):
                 store = SnapshotStore(options.upload)
         publication = next_publication()  # of these weights: an update that begins meanwhile brings later ones
-        renaming = Renaming.of(options.rename, options.ignore)
-        state = self._described(named_tensors, options.partial, renaming)
+        state = self._described(named_tensors)
         files = SnapshotFiles.of(state.layout, options.dtype, options.file_bytes)
         target: SnapshotFolder | None = None
         base: Entry | None = None
         try:
             with self._phase("reserve", tuple[str, str]) as reserved:
                 if self._rank == 0:
-                    target = SnapshotFolder(folder, options.name, self._timeout_s)
+                    target = SnapshotFolder(folder, options.name, self._sender.timeout_s)
                     base = target.base() if options.delta else None
                     files.reserve(target.partial)
                     reserved.own = target.partial.name, base.name if base is not None else ""
@@ -267,7 +258,7 @@ class SnapshotWriter:
             if target is not None:
                 target.close()
         if store is not None:
-            self._upload(store, folder / options.name, Entry(options.name, publication), weights, options.keep)
+            self._upload(store, Entry(options.name, publication), weights)
         deltas = [file.delta_bytes for file in weights.values()]
         return SnapshotReport(
             str(folder / options.name),
@@ -278,14 +269,13 @@ class SnapshotWriter:
             None if None in deltas else sum(n for n in deltas if n is not None),
         )
 
-    def _upload(
-        self, store: SnapshotStore, written: Path, entry: Entry, weights: Mapping[str, SnapshotFile], keep: int | None
-    ) -> None:
-        """Copies a snapshot to a store; each rank copies its part of the files."""
+    def _upload(self, store: SnapshotStore, entry: Entry, weights: Mapping[str, SnapshotFile]) -> None:
+        """Copies the snapshot to a store; each rank copies its part of the files."""
+        written = self._folder / entry.name
         with ExitStack() as turn:
             with self._phase("turn"):
                 if self._rank == 0:
-                    turn.enter_context(store.turn(entry.name, self._timeout_s))
+                    turn.enter_context(store.turn(entry.name, self._sender.timeout_s))
             with self._phase("upload"):
                 mine = sorted(weights)[self._rank :: len(self._global_ranks)]
                 deltas = [name + DELTA for name in mine if weights[name].delta_bytes is not None]
@@ -293,25 +283,20 @@ class SnapshotWriter:
                 store.put(written, entry.name, [*mine, *deltas, *(others if self._rank == 0 else ())])
             with self._phase("announce"):
                 if self._rank == 0:
-                    store.publish(entry, keep)
+                    store.publish(entry, self._options.keep)
 
-    def _described(
-        self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, partial: bool, rename: Renaming | None
-    ) -> TrainerState:
+    def _described(self, state: Weights) -> TrainerState:
         """Returns this rank's shards in the layout of all ranks."""
+        session, partial = self._sender.session, self._options.partial
         with self._phase("describe", str) as told:
-            state = named_tensors
             if not isinstance(state, TrainerState):
                 rank, ranks = self._rank, self._global_ranks
+                rename = Renaming.of(self._options.rename, self._options.ignore)
                 state = describe(state, trainer_rank=rank, global_ranks=ranks, partial=partial, rename=rename)
-            told.own = self._session.put(state.layout)
+            told.own = session.put(state.layout)
         if partial:
-            return state.within(Stages.of(self._session, told.of_all).layout)
-        if differing := [rank for rank, layout in enumerate(told.of_all) if layout != told.own]:
-            raise Mismatch(
-                f"trainer rank {self._rank}: trainer ranks {differing} pass different tensors or shardings; pass the "
-                "same on all trainer ranks"
-            )
+            return state.within(Stages.of(session, told.of_all).layout)
+        check_alike(session, told.of_all)
         return state
 
     def _phase(self, name: str, kind: Any = None) -> Gathering[Any]:
@@ -319,17 +304,14 @@ class SnapshotWriter:
 
         kind  the type of the ranks' messages at its end
         """
-        size, timeout_s = len(self._global_ranks), self._timeout_s
+        snapshot, timeout_s = self._options.name, self._sender.timeout_s
 
         def explain(missing: list[int]) -> str:
             return (
-                f"trainer ranks {missing} did not reach the end of phase '{name}' of snapshot {self._name!r} within "
+                f"trainer ranks {missing} did not reach the end of phase '{name}' of snapshot {snapshot!r} within "
                 f"{timeout_s:.0f} s. Every trainer rank must write it; look at the logs of these ranks"
             )
 
-        def exchange(own: bytes) -> list[bytes]:
-            all_gather = self._session.client.all_gather
-            # Ranks may write several snapshots at once, in the background, and not in the same order.
-            return all_gather(f"snapshot/{self._name}/{name}", self._rank, size, own, timeout_s, explain=explain)
-
-        return Gathering(self._rank, kind, exchange)
+        # Ranks may write several snapshots at once, in the background, and not in the same order.
+        key = f"snapshot/{snapshot}/{name}"
+        return Gathering(self._rank, kind, lambda own: self._sender.exchange(key, own, timeout_s, explain))

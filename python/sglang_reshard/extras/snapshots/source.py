@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.snapshots.folders import LocalFolder, manifest
@@ -26,7 +27,7 @@ from sglang_reshard.extras.snapshots.manifest import (
 )
 from sglang_reshard.layout.names import ignored_remark, matches_any
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, LoadSnapshotReq
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, LoadGiven, LoadSnapshotReq
 from sglang_reshard.protocol.session import LOOPBACK, Session
 from sglang_reshard.protocol.validation import check_request
 from sglang_reshard.routes.disk.messages import DiskFile, DiskFiles, put_files
@@ -118,6 +119,7 @@ def served(
 
     Raises Mismatch for options that are invalid.
     """
+    given: dict[str, Any] = {option: getattr(asked, option) for option in LoadGiven.__annotations__}
     session = Session.host(interface, asked.timeout_s)
     try:
         layout = session.put(source.layout)
@@ -130,20 +132,12 @@ def served(
             trainer_hosts=("",),  # no memory of any host
             weight_version=asked.version,
             transport="disk",
-            bucket_bytes=asked.bucket_bytes,
-            timeout_s=asked.timeout_s,
-            flush_cache=asked.flush_cache,
-            abort_all_requests=asked.abort_all_requests,
-            ignore=(*asked.ignore, *source.equal),
             apart=source.apart,
-            frozen=asked.frozen,
-            only=asked.only,
             verify="full",
-            staged=staged,
-            draft=asked.draft,
             publication=asked.publication,
             package_version=__version__,
             protocol=PROTOCOL,
+            **given | {"staged": staged, "ignore": (*asked.ignore, *source.equal)},
         )
         check_request(request)
         with session.trainer_channel(_UPDATE, f"the server that loads snapshot {asked.version}"):

@@ -8,14 +8,15 @@ that does not change for a minute is that of a writer that has died.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
+from sglang_reshard import tasks
 from sglang_reshard.errors import DeadlineExceeded, Mismatch, Unsupported
 from sglang_reshard.extras.snapshots.folders import StoredFolder, entry_of, file_system, listed_or_found
 from sglang_reshard.extras.snapshots.manifest import LIST, PATTERNS, Entry, SnapshotList, encode
@@ -26,20 +27,19 @@ _CLAIM = ".writer-"
 _RENEW_S, _DEAD_S, _POLL_S = 10.0, 60.0, 0.5
 
 
-class SnapshotStore:
+class SnapshotStore(StoredFolder):
     """A URL below which each snapshot has a folder."""
 
     def __init__(self, url: str) -> None:
         """Raises Unsupported as `file_system` does, and for a URL that is a pattern: `_delete` would delete all that
         match it.
         """
-        self._files, self._root = file_system(url)
+        super().__init__(*file_system(url))
         if not PATTERNS.isdisjoint(self._root):
             raise Unsupported(
                 f"snapshots cannot be uploaded to {url}: an object store's client reads a path with * ? [ ] as a "
                 "pattern, and would delete snapshots of other folders; use a URL without them"
             )
-        self._reader = StoredFolder(self._files, self._root)
         self._claim = f"{self._root}/{_CLAIM}{secrets.token_hex(8)}"
 
     @contextlib.contextmanager
@@ -52,16 +52,14 @@ class SnapshotStore:
         self._files.makedirs(self._root, exist_ok=True)
         self._wait_for_turn(timeout_s)
         ended = threading.Event()
-        arguments = self._files, self._claim, ended
-        renewing = threading.Thread(target=_renew, args=arguments, name="sglang-reshard upload", daemon=True)
-        renewing.start()
+        renewing = tasks.start("upload", functools.partial(self._renew, ended))
         try:
-            if name in listed_or_found(self._reader).names:
+            if name in listed_or_found(self).names:
                 raise Mismatch(f"{self._root}/{name} already exists; give each snapshot its own name")
             yield
         finally:
             ended.set()
-            renewing.join()
+            renewing.result()
             self._forget(self._claim)
 
     def _wait_for_turn(self, timeout_s: float) -> None:
@@ -104,9 +102,9 @@ class SnapshotStore:
 
     def put(self, folder: Path, name: str, files: Iterable[str]) -> None:
         """Copies files of a snapshot's folder. Nobody reads them before `publish`."""
-        self._files.makedirs(f"{self._root}/{name}", exist_ok=True)
+        self._files.makedirs(self.where(name), exist_ok=True)
         for file in files:
-            self._files.put_file(str(folder / file), f"{self._root}/{name}/{file}")
+            self._files.put_file(str(folder / file), self.where(name, file))
 
     def publish(self, entry: Entry, keep: int | None) -> None:
         """Adds a snapshot to the list, once all its files are there, and deletes all but the newest `keep`.
@@ -120,35 +118,34 @@ class SnapshotStore:
                 f"{self._root}/{entry.name} is not published: this trainer did not write for {_DEAD_S:.0f} s, and "
                 "another one has begun there; write it again under another name"
             )
-        found = listed_or_found(self._reader).with_newest(entry, keep)
+        found = listed_or_found(self).with_newest(entry, keep)
         self._write(found)
         left = tuple(name for name in found.unsettled if not self._delete(name))
         if left != found.unsettled:
             self._write(SnapshotList.of(found.entries(), left))
 
     def _write(self, found: SnapshotList) -> None:
-        self._files.pipe_file(f"{self._root}/{LIST}", encode(found))
+        self._files.pipe_file(self.where(LIST), encode(found))
 
     def _delete(self, name: str) -> bool:
         """Deletes a snapshot's folder; returns whether it is gone. Only snapshots are deleted, even if a list names
         other folders.
         """
-        path = f"{self._root}/{name}"
+        path = self.where(name)
         try:
-            if entry_of(self._reader, name) is not None:
+            if entry_of(self, name) is not None:
                 self._files.rm(path, recursive=True)
         except Exception as error:  # of any kind, by the store
             logger.warning("%s cannot be deleted: %s; the next snapshot tries again", path, error)
             return False
         return True
 
-
-def _renew(files: Any, claim: str, ended: threading.Event) -> None:
-    """Changes a claim again and again, unless others have deleted it."""
-    while not ended.wait(_RENEW_S):
-        try:
-            files.invalidate_cache()
-            if files.exists(claim):
-                files.pipe_file(claim, secrets.token_bytes(8))
-        except Exception as error:  # noqa: PERF203 (of any kind, by the store)
-            logger.warning("%s cannot be renewed: %s", claim, error)
+    def _renew(self, ended: threading.Event) -> None:
+        """Changes the claim again and again, unless others have deleted it."""
+        while not ended.wait(_RENEW_S):
+            try:
+                self._files.invalidate_cache()
+                if self._files.exists(self._claim):
+                    self._files.pipe_file(self._claim, secrets.token_bytes(8))
+            except Exception as error:  # noqa: PERF203 (of any kind, by the store)
+                logger.warning("%s cannot be renewed: %s", self._claim, error)

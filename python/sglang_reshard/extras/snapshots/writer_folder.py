@@ -38,7 +38,6 @@ from sglang_reshard.extras.snapshots.manifest import (
     check_snapshot_name,
     encode,
     sha256_of,
-    write_atomically,
 )
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.publication import MOST_PUBLICATION, next_publication
@@ -127,8 +126,6 @@ class SnapshotFolder:
                 found = listed(self._reader)  # Mismatch: then nothing is taken back, and the list is right either way
                 if found is None or entry not in found.entries():
                     with self._later(f"the next snapshot will delete {self.final}"):
-                        if os.path.lexists(self.final) and not os.path.lexists(self.partial):
-                            os.rename(self.final, self.partial)
                         self._settle(self._found())
                     raise
                 logger.warning(
@@ -223,7 +220,6 @@ class SnapshotFolder:
 
     def _write(self, found: SnapshotList) -> None:
         write_atomically(self._folder / LIST, encode(found))
-        to_disk(self._folder)
 
     @contextlib.contextmanager
     def _later(self, consequence: str) -> Iterator[None]:
@@ -255,6 +251,20 @@ def _unlock(descriptor: int) -> None:
     with contextlib.suppress(OSError):  # where it is not locked; a child that was forked would keep the lock
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replaces a file atomically, and syncs it and its folder to disk."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")  # others may be replacing it, too
+    try:
+        with open(partial, "xb") as opened:
+            opened.write(data)
+        to_disk(partial)
+        os.replace(partial, path)
+        to_disk(path.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def to_disk(path: Path) -> None:

@@ -23,7 +23,6 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.broadcast.plan import BroadcastStrategy, Bucket, plan_broadcast
 from sglang_reshard.routes.ipc import DirectReads, read_targets
-from sglang_reshard.routes.p2p.groups import check_broadcast_members
 from sglang_reshard.routes.strategy import REQUESTED, Strategy
 from sglang_reshard.routes.wire.communicator import Communicator, Communicators
 from sglang_reshard.routes.wire.rounds import BUCKETS, Wait, run_rounds
@@ -42,10 +41,9 @@ def plan(
     """Raises Unsupported for a trainer rank whose memory nobody can read, and for groups that NCCL would refuse."""
     broadcasts = plan_broadcast(index, demands, topology.trainer_hosts, bucket_bytes)
     trainer_ranks = len(topology.trainer_hosts)
-    check_broadcast_members([group.members for group in broadcasts.groups], topology.engine_devices)
-    if topology.on_gpu:
-        for members in dict.fromkeys(group.members for group in broadcasts.groups):
-            topology.check_messages([trainer_ranks + engine_rank for engine_rank in members])
+    for members in dict.fromkeys(group.members for group in broadcasts.groups):
+        peers = [trainer_ranks + engine_rank for engine_rank in members]
+        topology.check_communicator(peers, cure="use transport='ipc', which needs no communicator")
     nothing_sent = np.zeros((trainer_ranks, len(demands)), np.int64)
     return BroadcastStrategy("broadcast", reason, nothing_sent, broadcasts=broadcasts)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.routes.delta.encoding import BLOCK, Encoded, Index, Kind, index_room
+from sglang_reshard.routes.delta.encoding import BLOCK, Encoded, Kind, counts_and_positions, index_room
 
 _SIGN = -(1 << 15)  # of 16-bit numbers; flipped, signed ones are in the order of unsigned ones
 # Bits are counted in 64-bit words: those of pairs, of fours, of bytes, and the sum of the bytes.
@@ -55,9 +55,9 @@ def is_sound(encoded: Encoded, units: int, index: torch.Tensor) -> torch.Tensor:
     `unfit_reason` has found nothing.
     """
     if encoded.kind is Kind.POSITIONS:
-        return _are_positions(encoded.changed, units, *Index.of(encoded, units, index)[:2])
+        return _are_positions(encoded.changed, units, *counts_and_positions(encoded, units, index))
     if encoded.kind is Kind.MASK:
-        return _is_mask(encoded.changed, units, Index.of(encoded, units, index).bits)
+        return _is_mask(encoded.changed, units, index)
     return torch.ones((), dtype=torch.bool, device=index.device)
 
 

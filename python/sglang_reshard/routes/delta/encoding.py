@@ -17,7 +17,6 @@ torch on any other device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -65,28 +64,14 @@ class Encoded(NamedTuple):
         return units if self.kind is Kind.WHOLE else self.changed
 
 
-class Index(NamedTuple):
-    """The parts of an index, as views of its bytes.
+def counts_and_positions(encoded: Encoded, units: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the parts of an index of POSITIONS of a message of `units`, as views of its bytes.
 
-    counts     of changes in each block, int32 [blocks]; empty unless it is of POSITIONS
-    positions  in their blocks, the lower 16 bits, int16 [changed]; empty unless it is of POSITIONS
-    bits       of units, the lowest of each byte first, uint8; empty unless it is of MASK
+    int32 [blocks]: the changes in each block; int16 [changed]: the lower 16 bits of their positions in it
     """
-
-    counts: torch.Tensor
-    positions: torch.Tensor
-    bits: torch.Tensor
-
-    @classmethod
-    def of(cls, encoded: Encoded, units: int, index: torch.Tensor) -> Index:
-        """`index`: bytes, at least those of the index of a message of `units`."""
-        counts_bytes, end = 0, encoded.index_bytes(units)
-        if encoded.kind is Kind.POSITIONS:
-            counts_bytes = _counts_bytes(units)
-        counts, positions = index[:counts_bytes].view(torch.int32), index[counts_bytes:end].view(torch.int16)
-        if encoded.kind is Kind.POSITIONS:
-            return cls(counts[: blocks_of(units)], positions[: encoded.changed], index[:0])
-        return cls(counts, positions[:0], index[:end])
+    begin, end = _counts_bytes(units), encoded.index_bytes(units)
+    counts, positions = index[:begin].view(torch.int32), index[begin:end].view(torch.int16)
+    return counts[: blocks_of(units)], positions[: encoded.changed]
 
 
 def blocks_of(units: int) -> int:
@@ -122,16 +107,16 @@ def encode(
         return encoded
     positions = _positions(differs)
     torch.index_select(own, 0, positions, out=changes)
-    counts, in_blocks, bits = Index.of(encoded, units, index)
     if encoded.kind is Kind.POSITIONS:
+        counts, in_blocks = counts_and_positions(encoded, units, index)
         edges = torch.arange(0, len(counts) + 1, device=new.device) * BLOCK
         upto = torch.searchsorted(positions, edges)
         counts.copy_(upto[1:] - upto[:-1])
         in_blocks.copy_(((positions & (BLOCK - 1)) ^ _HALF) - _HALF)  # as a signed 16-bit number
     else:
         packed = _packed(differs)
-        bits[: len(packed)].copy_(packed)
-        bits[len(packed) :].zero_()
+        index[: len(packed)].copy_(packed)
+        index[len(packed) : encoded.index_bytes(units)].zero_()
     return encoded
 
 
@@ -142,12 +127,12 @@ def apply(encoded: Encoded, index: torch.Tensor, values: torch.Tensor, unit_byte
     if encoded.kind is Kind.WHOLE:
         units.copy_(changes)
     elif encoded.kind is Kind.POSITIONS:
-        counts, positions, _ = Index.of(encoded, len(units), index)
+        counts, positions = counts_and_positions(encoded, len(units), index)
         begin = torch.arange(len(counts), device=index.device) * BLOCK
         begin = begin.repeat_interleave(counts.to(torch.int64), output_size=encoded.changed)
         units.index_copy_(0, begin + (positions.to(torch.int64) & (BLOCK - 1)), changes)
     elif encoded.kind is Kind.MASK:
-        differs = _unpacked(Index.of(encoded, len(units), index).bits, len(units))
+        differs = _unpacked(index, len(units))
         if isinstance(differs, np.ndarray):
             units.index_copy_(0, _positions(differs), changes)
         else:  # without waiting for a GPU, as to find positions would
@@ -193,16 +178,3 @@ def _unpacked(bits: torch.Tensor, units: int) -> np.ndarray | torch.Tensor:
     bits = bits[: -(-units // 8)]
     flags = bits[:, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
     return flags.view(-1)[:units].bool()
-
-
-def cut_pieces(payloads: Sequence[int], most: int) -> list[range]:
-    """Returns runs of messages whose payloads have at most `most` bytes together, or one that has more."""
-    pieces, first, nbytes = [], 0, 0
-    for number, size in enumerate(payloads):
-        if nbytes and nbytes + size > most:
-            pieces.append(range(first, number))
-            first, nbytes = number, 0
-        nbytes += size
-    if nbytes:
-        pieces.append(range(first, len(payloads)))
-    return pieces

@@ -10,7 +10,7 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepar
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.base import AroundEnd, EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.delta.incoming import Incoming, NixlReads, P2pReceives
-from sglang_reshard.routes.delta.offer import DeltaAsk, Sections, moves_less, offered_sections
+from sglang_reshard.routes.delta.offer import Sections, moves_less, offered_sections
 from sglang_reshard.routes.delta.target import DeltaTarget
 from sglang_reshard.routes.delta.trainer import DeltaTrainerEnd
 from sglang_reshard.routes.nixl.engine import NixlEngineEnd
@@ -42,7 +42,7 @@ class DeltaEngineEnd(AroundEnd):
             return asked
         if isinstance(wire, NixlEngineEnd):  # p2p has published them
             put_send_requests(session, self._side, wire.round_bytes, as_kept=True, can_apply=self._can_apply)
-        return self._side.prepare("delta", DeltaAsk(asked.route, msgspec.Raw(asked.message)))
+        return self._side.prepare("delta", asked)
 
     def connect(self, meeting: Meeting) -> None:
         self.inner.connect(meeting)

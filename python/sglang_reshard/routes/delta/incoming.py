@@ -25,11 +25,12 @@ _POLL_S = 1e-4
 
 
 class PlacedPiece(NamedTuple):
-    """A piece of a trainer rank's section, from `offset`, and where it arrives."""
+    """A piece of a trainer rank's section, from `offset`, where it arrives, and the messages whose values it has."""
 
     trainer_rank: int
     offset: int
     buffer: torch.Tensor
+    messages: range
 
 
 class Incoming:
@@ -54,9 +55,6 @@ class Incoming:
         """Receives all messages of these trainer ranks as they are, and brings them to where they belong."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        raise NotImplementedError
-
 
 class P2pReceives(Incoming):
     """Trainer ranks send them."""
@@ -77,17 +75,11 @@ class P2pReceives(Incoming):
         if self._whole[0] != wanted:
             self._whole, self.extra_bytes = ((), []), 0  # so that its buckets are freed
             if wanted:
-                reads, sizes = self._reads, {t: self._sizes[t] for t in wanted}
-                layout = reads.tensor_index.layout
-                links = engine_links(layout, reads.read_plan, reads.program, sizes, as_kept=True)
-                built, self.extra_bytes = build_rounds(links, reads.device, pack=False)
+                links = engine_links(self._reads, {t: self._sizes[t] for t in wanted}, as_kept=True)
+                built, self.extra_bytes = build_rounds(links, self._reads.device, pack=False)
                 self._whole = wanted, built
         rounds = self._whole[1]
         run_rounds(len(rounds), lambda n: communicators.receive(rounds[n][0]).wait, lambda n: rounds[n][1].run())
-
-    def close(self) -> None:
-        if self._communicators is not None:
-            self._communicators.close()
 
 
 class NixlReads(Incoming):
@@ -137,10 +129,4 @@ class NixlReads(Incoming):
             self._reader.release(reads)
 
     def receive_whole(self, trainer_ranks: Sequence[int]) -> None:
-        streams = [self._streams[trainer_rank] for trainer_rank in trainer_ranks]
-        for stream in streams:
-            stream.begin()
-        read_streams(self._reads, streams)
-
-    def close(self) -> None:
-        self._reader.close()
+        read_streams(self._reads, [self._streams[trainer_rank] for trainer_rank in trainer_ranks])

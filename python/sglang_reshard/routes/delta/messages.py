@@ -22,7 +22,7 @@ from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.routes.delta.base_checksum import message_checksum, row_count
 from sglang_reshard.routes.delta.checks import read_encodings
-from sglang_reshard.routes.delta.encoding import UNITS, Encoded, cut_pieces, index_room
+from sglang_reshard.routes.delta.encoding import UNITS, Encoded, index_room
 from sglang_reshard.routes.p2p.links import P2pLink
 
 
@@ -41,9 +41,11 @@ class _Message(NamedTuple):
 class LinkMessages:
     """All messages of a link, which both sides have cut alike.
 
-    nbytes      of each
-    unit_bytes  of the integers as which they are compared
-    units       of each
+    nbytes        of each
+    unit_bytes    of the integers as which they are compared
+    units         of each
+    table_bytes   of the table at the beginning of a section
+    values_begin  offset of the values in a section
     """
 
     def __init__(self, link: P2pLink, device: torch.device, bucket: torch.Tensor, *, written: bool) -> None:
@@ -51,6 +53,8 @@ class LinkMessages:
         self.nbytes = [message.nbytes for message in link.messages]
         self.unit_bytes = min([max(UNITS), *(dtype.itemsize for dtype in link.dtypes)])
         self.units = [nbytes // self.unit_bytes for nbytes in self.nbytes]
+        self.table_bytes = 16 * len(self.nbytes)
+        self.values_begin = self.table_bytes + sum(map(index_room, self.units))
         self._first_rows = list(itertools.accumulate(map(row_count, self.nbytes), initial=0))
         self._messages = []
         for ((message, buffer),) in link.rounds(device):
@@ -89,73 +93,70 @@ class LinkMessages:
         return message_checksum(message, self._first_rows[number])
 
 
-def table_bytes(messages: int) -> int:
-    """Returns the bytes of the table at the beginning of a section."""
-    return 16 * messages
-
-
-def table(encoded: Sequence[Encoded], device: torch.device) -> torch.Tensor:
-    """Returns the table as bytes."""
-    return torch.tensor(encoded, dtype=torch.int64).view(-1).view(torch.uint8).to(device)
-
-
-def values_begin(messages: LinkMessages) -> int:
-    """Returns the offset of the values in a section."""
-    return table_bytes(len(messages)) + sum(map(index_room, messages.units))
-
-
-def read_table(
-    data: torch.Tensor, messages: LinkMessages, nbytes: int, damaged: Callable[[int, str], Mismatch]
-) -> list[Encoded]:
-    """Returns how each message is encoded. Every field is checked before any data that it describes is in memory.
-
-    data     the table's bytes
-    nbytes   of the section, as it was announced
-    damaged  returns the error for a message of this number, with the given fault
-
-    Raises that error unless the table fits the messages, and Mismatch unless it fits `nbytes`.
-    """
-    rows = np.frombuffer(data.cpu().numpy().tobytes(), "<i8").reshape(-1, 2)
-    found = read_encodings(rows, messages.units, damaged)
-    announced = table_bytes(len(found)) + sum(index_sizes(found, messages)) + sum(value_sizes(found, messages))
-    if announced != nbytes:
-        raise damaged(0, f"its table describes {announced:,} bytes, but {nbytes:,} were announced")
-    return found
-
-
 class Piece(NamedTuple):
-    """Bytes of a section that are sent together: `nbytes` from `offset` of it. `messages`: whose they are."""
+    """Bytes of a section that are sent together: `nbytes` from `offset` of it. `messages`: whose values they are."""
 
     offset: int
     nbytes: int
     messages: range = range(0)
 
 
-def cut_indexes(encoded: Sequence[Encoded], messages: LinkMessages, round_bytes: int) -> list[Piece]:
-    """Returns the pieces of a section's indexes, see `_cut`."""
-    return _cut(index_sizes(encoded, messages), table_bytes(len(messages)), round_bytes)
+class Encodings:
+    """How all messages of a link are encoded.
+
+    encoded      of each message
+    index_bytes  of each
+    value_bytes  of each
+    nbytes       of the section, without the room that its indexes do not take
+    """
+
+    def __init__(self, messages: LinkMessages, encoded: Sequence[Encoded]) -> None:
+        self._messages, self.encoded = messages, encoded
+        self.index_bytes = [e.index_bytes(n) for e, n in zip(encoded, messages.units, strict=True)]
+        self.value_bytes = [e.value_bytes(n, messages.unit_bytes) for e, n in zip(encoded, messages.units, strict=True)]
+        self.nbytes = messages.table_bytes + sum(self.index_bytes) + sum(self.value_bytes)
+
+    @classmethod
+    def read(
+        cls, table: torch.Tensor, messages: LinkMessages, nbytes: int, damaged: Callable[[int, str], Mismatch]
+    ) -> Encodings:
+        """Reads a table. Every field is checked before any data that it describes is in memory.
+
+        table    bytes
+        nbytes   of the section, as it was announced
+        damaged  returns the error for a message of this number, with the given fault
+
+        Raises that error unless the table fits the messages, and `nbytes`.
+        """
+        rows = np.frombuffer(table.cpu().numpy().tobytes(), "<i8").reshape(-1, 2)
+        found = cls(messages, read_encodings(rows, messages.units, damaged))
+        if found.nbytes != nbytes:
+            raise damaged(0, f"its table describes {found.nbytes:,} bytes, but {nbytes:,} were announced")
+        return found
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """Returns the table as bytes."""
+        return torch.tensor(self.encoded, dtype=torch.int64).view(-1).view(torch.uint8).to(device)
+
+    def index_pieces(self, round_bytes: int) -> list[Piece]:
+        """Cuts all indexes, one after the other, as both sides do."""
+        begin = self._messages.table_bytes
+        end = begin + sum(self.index_bytes)
+        return [Piece(at, min(round_bytes, end - at)) for at in range(begin, end, round_bytes)]
+
+    def value_pieces(self, round_bytes: int) -> list[Piece]:
+        """Cuts the values between messages, as both sides do. None is larger than `round_bytes`, as no message is."""
+        return cut_between(self.value_bytes, self._messages.values_begin, round_bytes)
 
 
-def cut_values(encoded: Sequence[Encoded], messages: LinkMessages, round_bytes: int) -> list[Piece]:
-    """Returns the pieces of a section's values, see `_cut`."""
-    return _cut(value_sizes(encoded, messages), values_begin(messages), round_bytes)
-
-
-def _cut(sizes: Sequence[int], begin: int, round_bytes: int) -> list[Piece]:
-    """Cuts what messages have of these sizes, as both sides do. None is larger than `round_bytes`, as no message is."""
-    found = []
-    for run in cut_pieces(sizes, round_bytes):
-        nbytes = sum(sizes[run.start : run.stop])
-        found.append(Piece(begin, nbytes, run))
-        begin += nbytes
-    return found
-
-
-def index_sizes(encoded: Sequence[Encoded], messages: LinkMessages) -> list[int]:
-    """Returns the bytes of each message's index."""
-    return [e.index_bytes(units) for e, units in zip(encoded, messages.units, strict=True)]
-
-
-def value_sizes(encoded: Sequence[Encoded], messages: LinkMessages) -> list[int]:
-    """Returns the bytes of each message's values."""
-    return [e.value_bytes(n, messages.unit_bytes) for e, n in zip(encoded, messages.units, strict=True)]
+def cut_between(sizes: Sequence[int], begin: int, most: int) -> list[Piece]:
+    """Returns pieces of what messages have of these sizes: of at most `most` bytes, or of one message that has more."""
+    pieces, first, nbytes = [], 0, 0
+    for number, size in enumerate(sizes):
+        if nbytes and nbytes + size > most:
+            pieces.append(Piece(begin, nbytes, range(first, number)))
+            begin, first, nbytes = begin + nbytes, number, 0
+        nbytes += size
+    if nbytes:
+        pieces.append(Piece(begin, nbytes, range(first, len(sizes))))
+    return pieces

@@ -1,4 +1,4 @@
-"""Defines what an engine asks of trainer ranks that may send it deltas, and how they describe what it may have."""
+"""Defines how trainer ranks describe the deltas that an engine may have instead of all weights."""
 
 from __future__ import annotations
 
@@ -14,17 +14,6 @@ from sglang_reshard.routes.nixl.remote_shards import Address, Gpu, Kind
 from sglang_reshard.routes.p2p.ask import RoundBytes
 
 PART = 2  # what is sent may be this part of the bytes of all messages: else everything is sent
-
-
-class DeltaAsk(msgspec.Struct, frozen=True):
-    """Asks trainer ranks to keep the weights they have sent, on top of another route.
-
-    inner  name of the other route
-    asked  the request of that route
-    """
-
-    inner: str
-    asked: msgspec.Raw
 
 
 class DeltaOffer(msgspec.Struct, frozen=True, array_like=True):

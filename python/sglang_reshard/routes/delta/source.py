@@ -12,17 +12,7 @@ from sglang_reshard.landings.checked.coefficients import MODULUS
 from sglang_reshard.layout.regions import aligned
 from sglang_reshard.routes.delta.checks import is_sound, verdicts
 from sglang_reshard.routes.delta.encoding import Encoded, Kind, apply, encode
-from sglang_reshard.routes.delta.messages import (
-    LinkMessages,
-    Piece,
-    cut_indexes,
-    cut_values,
-    index_sizes,
-    table,
-    table_bytes,
-    value_sizes,
-    values_begin,
-)
+from sglang_reshard.routes.delta.messages import Encodings, LinkMessages, Piece
 from sglang_reshard.routes.delta.offer import PART
 from sglang_reshard.routes.nixl.source import allocate_readable
 from sglang_reshard.routes.p2p.links import P2pLink, packed_bytes
@@ -35,7 +25,7 @@ _ALIGN_BYTES = 64
 class DeltaSource:
     """Keeps the weights that one trainer rank has sent to one engine rank, and the section that it could send next.
 
-    section  the encoded messages, in memory that stays the same; `nbytes` of it are sent
+    section  the encoded messages, in memory that stays the same
     """
 
     def __init__(
@@ -57,18 +47,16 @@ class DeltaSource:
         self._begin = [0]
         for nbytes in self._messages.nbytes:
             self._begin.append(self._begin[-1] + aligned(nbytes, _ALIGN_BYTES))
-        self._table_bytes, self._values_begin = table_bytes(len(self._messages)), values_begin(self._messages)
-        room = max(self._values_begin, self._table_bytes + self._begin[-1] // PART)
+        room = max(self._messages.values_begin, self._messages.table_bytes + self._begin[-1] // PART)
         self.section = (
             allocate_readable(room, device, read_from)
             if read_from
             else torch.empty(room, dtype=torch.uint8, device=device)
         )
-        self.nbytes = 0
         self._base: torch.Tensor | None = None
         self._checksums: list[int] = []  # of each message of the base
         self._next: list[int] = []  # of each message that was encoded last
-        self._encoded: list[Encoded] = []
+        self._encoded: Encodings | None = None  # None if there is no base, or no room
         self._encoded_in = self._committed_in = 0  # numbers of updates
 
     @property
@@ -93,39 +81,46 @@ class DeltaSource:
         """
         if self._encoded_in != update:
             self._encoded_in = update
-            self._encoded = self._encode() if self._base is not None else []
-        return bool(self._encoded)
+            self._encoded = self._encode() if self._base is not None else None
+        return self._encoded is not None
 
     def commit(self, update: int) -> None:
         """Makes the weights of `update`, which were sent, whole or not, the base. The shards must be as they were."""
         if self._committed_in == update:  # for another engine
             return
         self._committed_in = update
-        if self._encoded_in == update and self._encoded:
-            indexes, values = self._parts()
-            sound = verdicts(list(map(is_sound, self._encoded, self._messages.units, indexes)))
-            if not all(sound):  # others can reach this memory
+        if self._encoded_in == update and (encodings := self._encoded) is not None:
+            messages, encoded = self._messages, encodings.encoded
+            indexes = self._parts(messages.table_bytes, encodings.index_bytes)
+            values = self._parts(messages.values_begin, encodings.value_bytes)
+            if not all(verdicts(list(map(is_sound, encoded, messages.units, indexes)))):  # others can reach this memory
                 raise Mismatch(
                     "the delta sent in the last update was modified in memory, so it cannot become the base; the next "
                     "update sends all weights. Only sglang-reshard may write to this memory"
                 )
-            for number, encoded in enumerate(self._encoded):
-                index, changed = indexes[number].to(self._base_device), values[number].to(self._base_device)
-                apply(encoded, index, changed, self._messages.unit_bytes, self._kept(number))
+            for number, (how, index, changed) in enumerate(zip(encoded, indexes, values, strict=True)):
+                own = index.to(self._base_device), changed.to(self._base_device)
+                apply(how, *own, messages.unit_bytes, self._kept(number))
             self._checksums = self._next
         else:
             self._capture()
 
     @property
+    def nbytes(self) -> int:
+        """Returns the bytes of what was encoded last."""
+        return self._encoded.nbytes if self._encoded is not None else 0
+
+    @property
     def indexes(self) -> list[torch.Tensor]:
         """The part that is sent first, in pieces that fit a round: the table, and the indexes."""
-        pieces = cut_indexes(self._encoded, self._messages, self._round_bytes)
-        return self._cut([Piece(0, self._table_bytes), *pieces])
+        assert self._encoded is not None, "encoded"
+        return self._cut([Piece(0, self._messages.table_bytes), *self._encoded.index_pieces(self._round_bytes)])
 
     @property
     def values(self) -> list[torch.Tensor]:
         """The part that is sent second, in pieces that fit a round."""
-        return self._cut(cut_values(self._encoded, self._messages, self._round_bytes))
+        assert self._encoded is not None, "encoded"
+        return self._cut(self._encoded.value_pieces(self._round_bytes))
 
     def _capture(self) -> None:
         if self._base is None:
@@ -137,41 +132,35 @@ class DeltaSource:
                 self._checksums.append(self._messages.checksum(number, message))
                 self._kept(number).copy_(message)
 
-    def _encode(self) -> list[Encoded]:
+    def _encode(self) -> Encodings | None:
         messages, unit_bytes = self._messages, self._messages.unit_bytes
-        index_end, values_end = self._table_bytes, self._values_begin
+        index_end, values_end = messages.table_bytes, messages.values_begin
         found: list[Encoded] = []
         self._next = list(self._checksums)
         with torch.inference_mode():
-            for number in range(len(messages)):
+            for number, units in enumerate(messages.units):
                 new, base = messages.read(number), self._kept(number).to(self._device)
-                index, values = self.section[index_end : self._values_begin], self.section[values_end:]
+                index, values = self.section[index_end : messages.values_begin], self.section[values_end:]
                 encoded = encode(new, base, unit_bytes, index, values)
                 if encoded is None:
-                    return []
+                    return None
                 found.append(encoded)
-                index_end += encoded.index_bytes(messages.units[number])
-                values_end += encoded.value_bytes(messages.units[number], unit_bytes)
+                index_end += encoded.index_bytes(units)
+                values_end += encoded.value_bytes(units, unit_bytes)
                 if encoded.kind is not Kind.SAME:
                     self._next[number] = messages.checksum(number, new)
-            self.section[: self._table_bytes].copy_(table(found, self._device))
-        self.nbytes = index_end + values_end - self._values_begin
+            encodings = Encodings(messages, found)
+            self.section[: messages.table_bytes].copy_(encodings.table(self._device))
         runtime().synchronize_stream(self._device)  # it may be read in no stream's order
-        return found
+        return encodings
 
     def _kept(self, number: int) -> torch.Tensor:
         assert self._base is not None
         begin = self._begin[number]
         return self._base[begin : begin + self._messages.nbytes[number]]
 
-    def _parts(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Returns the indexes and the values of all messages."""
-
-        def parts(begin: int, sizes: list[int]) -> Sequence[torch.Tensor]:
-            return self.section[begin : begin + sum(sizes)].split(sizes)
-
-        indexes = parts(self._table_bytes, index_sizes(self._encoded, self._messages))
-        return indexes, parts(self._values_begin, value_sizes(self._encoded, self._messages))
+    def _parts(self, begin: int, sizes: list[int]) -> Sequence[torch.Tensor]:
+        return self.section[begin : begin + sum(sizes)].split(sizes)
 
     def _cut(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         return [self.section[piece.offset : piece.offset + piece.nbytes] for piece in pieces]

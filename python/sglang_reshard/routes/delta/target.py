@@ -20,21 +20,12 @@ from sglang_reshard.landings.checked.coefficients import MODULUS
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.routes.base import Reads
 from sglang_reshard.routes.delta.checks import is_sound, verdicts
-from sglang_reshard.routes.delta.encoding import Encoded, Kind, apply
+from sglang_reshard.routes.delta.encoding import Kind, apply
 from sglang_reshard.routes.delta.incoming import Incoming, PlacedPiece
-from sglang_reshard.routes.delta.messages import (
-    LinkMessages,
-    Piece,
-    cut_indexes,
-    cut_values,
-    index_sizes,
-    read_table,
-    table_bytes,
-    value_sizes,
-)
+from sglang_reshard.routes.delta.messages import Encodings, LinkMessages, Piece
 from sglang_reshard.routes.delta.offer import Sections
 from sglang_reshard.routes.ipc import DirectReads, mapped_reads
-from sglang_reshard.routes.p2p.links import P2pLink, engine_links, packed_bytes
+from sglang_reshard.routes.p2p.links import engine_links, packed_bytes
 from sglang_reshard.routes.p2p.messages import sent_reads
 from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
 from sglang_reshard.shown_names import some_names
@@ -44,10 +35,10 @@ if TYPE_CHECKING:  # as everywhere in routes
 
 
 class _Checked(NamedTuple):
-    """The encodings of a trainer rank's messages, and the index of each that has one, by its number."""
+    """The encodings of a trainer rank's messages, and the index of each."""
 
-    encoded: list[Encoded]
-    indexes: dict[int, torch.Tensor]
+    encodings: Encodings
+    indexes: Sequence[torch.Tensor]
 
 
 class DeltaTarget:
@@ -63,13 +54,9 @@ class DeltaTarget:
         round_bytes  trainer rank -> bytes of a round, for the trainer ranks that send
         """
         self._reads, self._round_bytes, self._incoming, device = reads, round_bytes, incoming, reads.device
-        layout, plan = reads.tensor_index.layout, reads.read_plan
-
-        def links(program: Program) -> dict[int, P2pLink]:
-            return engine_links(layout, plan, program, round_bytes, as_kept=True)
-
-        written = links(reads.program)
-        read = written if live is reads.program else links(live)
+        written = read = engine_links(reads, round_bytes, as_kept=True)
+        if live is not reads.program:
+            read = engine_links(reads, round_bytes, live=live, as_kept=True)
         sizes = [packed_bytes(link.rounds(device)) for link in (*written.values(), *read.values())]
         bucket = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
         self._links = written
@@ -77,7 +64,7 @@ class DeltaTarget:
         self._live = self._written
         if read is not written:
             self._live = {t: LinkMessages(link, device, bucket, written=False) for t, link in read.items()}
-        self._limits = {t: max(n, table_bytes(len(self._written[t]))) for t, n in round_bytes.items()}
+        self._limits = {t: max(n, self._written[t].table_bytes) for t, n in round_bytes.items()}
         self._rooms = [
             torch.empty(sum(self._limits.values()), dtype=torch.uint8, device=device) for _ in range(BUCKETS)
         ]
@@ -104,55 +91,41 @@ class DeltaTarget:
             )
 
     def receive_indexes(self, sections: Sections) -> None:
-        """Receives tables and indexes, and checks them. Raises as transports do, and Mismatch for damaged data.
-
-        On failure it closes the connections, so that ranks that wait for this one fail as well.
-        """
-        try:
-            self._incoming.begin(sections)
-            self._checked = self._receive_indexes(sections)
-            self._check_indexes()
-        except BaseException:
-            self._checked = {}
-            self._incoming.close()
-            raise
-
-    def move(self, sections: Sections) -> None:
-        """Receives the values, and writes them. Raises as transports do, after closing the connections."""
-        try:
-            self._move(sections)
-        except BaseException:
-            self._incoming.close()
-            raise
-        finally:
-            self._checked = {}
+        """Receives tables and indexes, and checks them. Raises as transports do, and Mismatch for damaged data."""
+        self._incoming.begin(sections)
+        found = self._receive_indexes(sections)
+        self._check_indexes(found)
+        self._checked = found
 
     def _receive_indexes(self, sections: Sections) -> dict[int, _Checked]:
         encoded_only = {t: m for t, m in self._written.items() if not sections[t].whole}
-        tables = self._placed({t: Piece(0, table_bytes(len(m))) for t, m in encoded_only.items()}, self._rooms[0])
+        tables = self._placed({t: Piece(0, m.table_bytes) for t, m in encoded_only.items()}, self._rooms[0])
         if tables:
             self._incoming.start(tables)()
         found: dict[int, _Checked] = {}
-        pieces: dict[int, list[Piece]] = {}
+        kept: dict[int, torch.Tensor] = {}
         for arrived in tables:
-            rank, messages = arrived.trainer_rank, self._written[arrived.trainer_rank]
-            damaged = functools.partial(self._damaged, rank)
-            found[rank] = _Checked(read_table(arrived.buffer, messages, sections[rank].nbytes, damaged), {})
-            pieces[rank] = cut_indexes(found[rank].encoded, messages, self._round_bytes[rank])
-
-        def keep(number: int, arrived: PlacedPiece) -> None:
             rank = arrived.trainer_rank
-            run, sizes = pieces[rank][number].messages, index_sizes(found[rank].encoded, self._written[rank])
-            own = torch.empty(len(arrived.buffer), dtype=torch.uint8, device=self._reads.device)
-            own.copy_(arrived.buffer)
-            found[rank].indexes.update(zip(run, own.split(sizes[run.start : run.stop]), strict=True))
+            damaged = functools.partial(self._damaged, rank)
+            encodings = Encodings.read(arrived.buffer, self._written[rank], sections[rank].nbytes, damaged)
+            kept[rank] = torch.empty(sum(encodings.index_bytes), dtype=torch.uint8, device=self._reads.device)
+            found[rank] = _Checked(encodings, kept[rank].split(encodings.index_bytes))
+
+        def keep(arrived: PlacedPiece) -> None:
+            begin = arrived.offset - self._written[arrived.trainer_rank].table_bytes
+            kept[arrived.trainer_rank][begin : begin + len(arrived.buffer)].copy_(arrived.buffer)
 
         with torch.inference_mode():
-            self._run_rounds(pieces, keep)
+            self._run_rounds({t: own.encodings.index_pieces(self._round_bytes[t]) for t, own in found.items()}, keep)
         return found
 
-    def _check_indexes(self) -> None:
-        checked = [(rank, n, own.encoded[n], i) for rank, own in self._checked.items() for n, i in own.indexes.items()]
+    def _check_indexes(self, found: Mapping[int, _Checked]) -> None:
+        checked = [
+            (rank, number, how, index)
+            for rank, own in found.items()
+            for number, (how, index) in enumerate(zip(own.encodings.encoded, own.indexes, strict=True))
+            if len(index)
+        ]
         with torch.inference_mode():
             sound = verdicts([is_sound(how, self._written[rank].units[n], index) for rank, n, how, index in checked])
         for (rank, number, how, _), is_right in zip(checked, sound, strict=True):
@@ -160,32 +133,30 @@ class DeltaTarget:
                 why = f"the positions of its {how.changed:,} changes ({how.kind.name}) are invalid"
                 raise self._damaged(rank, number, why)
 
-    def _move(self, sections: Sections) -> None:
+    def move(self, sections: Sections) -> None:
+        """Receives the values, and writes them. Raises as transports do."""
+        checked, self._checked = self._checked, {}
         self._direct.run()
-        pieces = {
-            t: cut_values(own.encoded, self._written[t], self._round_bytes[t]) for t, own in self._checked.items()
-        }
 
-        def write(number: int, arrived: PlacedPiece) -> None:
-            messages, own = self._written[arrived.trainer_rank], self._checked[arrived.trainer_rank]
-            run = pieces[arrived.trainer_rank][number].messages
-            sizes = value_sizes(own.encoded, messages)[run.start : run.stop]
+        def write(arrived: PlacedPiece) -> None:
+            messages, own = self._written[arrived.trainer_rank], checked[arrived.trainer_rank]
+            sizes = [own.encodings.value_bytes[n] for n in arrived.messages]
             with torch.inference_mode():
-                for n, values in zip(run, arrived.buffer.split(sizes), strict=True):
-                    how = own.encoded[n]
+                for n, values in zip(arrived.messages, arrived.buffer.split(sizes), strict=True):
+                    how = own.encodings.encoded[n]
                     if how.kind is not Kind.SAME:
-                        apply(how, own.indexes.get(n, values[:0]), values, messages.unit_bytes, messages.read(n))
+                        apply(how, own.indexes[n], values, messages.unit_bytes, messages.read(n))
                         messages.write(n)
 
-        self._run_rounds(pieces, write)
+        self._run_rounds({t: own.encodings.value_pieces(self._round_bytes[t]) for t, own in checked.items()}, write)
         self._incoming.receive_whole([t for t, section in sections.items() if section.whole])
         read_bytes = self._direct.read_bytes | {t: sections[t].nbytes for t in self._written}
-        changed = sum(message.changed for own in self._checked.values() for message in own.encoded)
-        compared = sum(sum(self._written[t].units) for t in self._checked)
+        changed = sum(message.changed for own in checked.values() for message in own.encodings.encoded)
+        compared = sum(sum(self._written[t].units) for t in checked)
         self.traffic = Traffic(sum(read_bytes.values()), read_bytes, compared=compared, changed=changed)
 
-    def _run_rounds(self, pieces: Mapping[int, Sequence[Piece]], arrived: Callable[[int, PlacedPiece], None]) -> None:
-        """Receives a piece of each trainer rank in each round. Calls `arrived` with the round's number, for each."""
+    def _run_rounds(self, pieces: Mapping[int, Sequence[Piece]], arrived: Callable[[PlacedPiece], None]) -> None:
+        """Receives a piece of each trainer rank in each round. Calls `arrived` for each."""
         rounds = []
         for number in range(max(map(len, pieces.values()), default=0)):
             of_round = {t: own[number] for t, own in pieces.items() if number < len(own)}
@@ -193,7 +164,7 @@ class DeltaTarget:
 
         def ended(number: int) -> None:
             for piece in rounds[number]:
-                arrived(number, piece)
+                arrived(piece)
 
         run_rounds(len(rounds), lambda number: self._incoming.start(rounds[number]), ended)
 
@@ -213,6 +184,6 @@ class DeltaTarget:
         """Returns where these pieces arrive, one of each trainer rank."""
         found, begin = [], 0
         for trainer_rank, piece in sorted(pieces.items()):
-            found.append(PlacedPiece(trainer_rank, piece.offset, room[begin : begin + piece.nbytes]))
+            found.append(PlacedPiece(trainer_rank, piece.offset, room[begin : begin + piece.nbytes], piece.messages))
             begin += self._limits[trainer_rank]
         return found

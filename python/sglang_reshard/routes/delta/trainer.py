@@ -10,11 +10,11 @@ from sglang_reshard.gpu.runtime import trainer_device
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import Prepare, encode
 from sglang_reshard.routes.base import Meeting, TrainerEnd, TrainerSide
-from sglang_reshard.routes.delta.offer import DeltaAsk, DeltaOffer
+from sglang_reshard.routes.delta.offer import DeltaOffer
 from sglang_reshard.routes.delta.source import DeltaSource, send_sections
-from sglang_reshard.routes.nixl.ask import NixlAsk, trainer_name
+from sglang_reshard.routes.nixl.remote_shards import trainer_name
 from sglang_reshard.routes.nixl.trainer import NixlTrainerEnd
-from sglang_reshard.routes.p2p.ask import get_send_requests, invalid_ask
+from sglang_reshard.routes.p2p.ask import Links, get_send_requests, invalid_ask
 from sglang_reshard.routes.p2p.links import sent_link
 from sglang_reshard.routes.p2p.messages import SendRequest
 from sglang_reshard.routes.p2p.trainer import P2pTrainerEnd
@@ -45,18 +45,17 @@ class DeltaTrainerEnd(TrainerEnd):
     """Sends all weights by another route, or deltas over the connections of that route."""
 
     def __init__(self, side: TrainerSide, command: Prepare) -> None:
-        ask = command.asked(DeltaAsk)
-        inner = Prepare(command.transfer, ask.inner, bytes(ask.asked), command.timeout_s)
-        self._rank, self._p2p = side.trainer_rank, P2pTrainerEnd(side, inner) if ask.inner == "p2p" else None
+        inner = command.asked(Prepare)  # of the other route
+        self._rank, self._p2p = side.trainer_rank, P2pTrainerEnd(side, inner) if inner.route == "p2p" else None
         if self._p2p is not None:
             links, requests, device, read_from = self._p2p.links, self._p2p.requests, self._p2p.device, ""
-        elif ask.inner == "nixl":
-            links, read_from = inner.asked(NixlAsk).links, trainer_name(side.trainer_rank)
+        elif inner.route == "nixl":
+            links, read_from = inner.asked(Links), trainer_name(side.trainer_rank)
             links.check(side.layout.trainer_ranks)
             requests = get_send_requests(side, links)
             device = trainer_device(side.shards) or torch.device("cpu")
         else:
-            raise invalid_ask(f"transport {ask.inner[:40]!r} does not send deltas")
+            raise invalid_ask(f"transport {inner.route[:40]!r} does not send deltas")
         # By engine rank; None unless all of them can be sent so.
         self._sources: dict[int, DeltaSource] | None = None
         self._changed: dict[int, DeltaSource] = {}  # those whose section has room for what has changed
@@ -67,7 +66,7 @@ class DeltaTrainerEnd(TrainerEnd):
                 e: shared.get(side, request, sizes[e], device, read_from) for e, request in requests.items()
             }
         sections = [source.section for source in (self._sources or {}).values()]
-        self._inner = self._p2p or NixlTrainerEnd(side, inner, sections)
+        self.connections = self._inner = self._p2p or NixlTrainerEnd(side, inner, sections)
         self.writable_bytes, self.holds_pages = self._inner.writable_bytes, self._inner.holds_pages
         self._first_peer = side.layout.trainer_ranks
 
@@ -102,12 +101,6 @@ class DeltaTrainerEnd(TrainerEnd):
                 self._rank,
             )
             self._sources = None
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-    def close(self) -> None:
-        self._inner.close()
 
     def _section(self, source: DeltaSource, whole: bool) -> DeltaOffer:
         nbytes = source.message_bytes if whole else source.nbytes

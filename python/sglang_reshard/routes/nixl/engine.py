@@ -9,8 +9,8 @@ from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepare
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting
-from sglang_reshard.routes.nixl.ask import NixlAsk, get_remote_shards, trainer_name
 from sglang_reshard.routes.nixl.reader import NixlReader
+from sglang_reshard.routes.nixl.remote_shards import get_remote_shards, trainer_name
 from sglang_reshard.routes.nixl.streams import Stream, read_streams, trainer_streams
 from sglang_reshard.routes.nixl.trainer import NixlTrainerEnd
 from sglang_reshard.routes.p2p.ask import Links
@@ -40,7 +40,7 @@ class NixlEngineEnd(EngineEnd):
         self.streams: Mapping[int, Stream] = {}
 
     def ask(self, session: Session) -> Prepare | None:
-        return self.side.prepare("nixl", NixlAsk(self.links)) if self.links.any() else None
+        return self.side.prepare("nixl", self.links) if self.links.any() else None
 
     def connect(self, meeting: Meeting) -> None:
         self.open(meeting)
@@ -62,13 +62,7 @@ class NixlEngineEnd(EngineEnd):
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         """Raises PeerDisconnected and DeadlineExceeded for trainer ranks."""
-        for stream in self.streams.values():
-            stream.begin()
-        try:
-            read_streams(self.side.reads, list(self.streams.values()))
-        except BaseException:
-            self.reader.close()
-            raise
+        read_streams(self.side.reads, list(self.streams.values()))
 
 
 engine_end, trainer_end = NixlEngineEnd, NixlTrainerEnd

@@ -21,8 +21,8 @@ from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import ReadPlan
 from sglang_reshard.routes.base import Reads
 from sglang_reshard.routes.nixl.agent import memory_kind
-from sglang_reshard.routes.nixl.ask import trainer_name
 from sglang_reshard.routes.nixl.reader import NixlReader
+from sglang_reshard.routes.nixl.remote_shards import trainer_name
 from sglang_reshard.routes.p2p.links import destination_views, targets_by_round
 from sglang_reshard.routes.p2p.messages import send_request
 from sglang_reshard.routes.read_link import ReadLink, ReadMessage
@@ -66,7 +66,8 @@ class Stream:
         self._messages = [self._prepare(link, m, buckets[n % BUCKETS]) for n, m in enumerate(link.messages)]
         self.extra_bytes = sum(b.numel() for b in buckets) + sum(c.table_bytes for _, c in self._messages if c)
 
-    def begin(self) -> None:
+    def begin(self, update: int) -> None:
+        """Nothing has arrived yet in this update."""
         self.finished, self.started, self.is_done = 0, 0, False
 
     def advance(self) -> bool:
@@ -147,13 +148,19 @@ def cut_link(
     )
 
 
-def read_streams(reads: Reads, streams: Sequence[Stream], advanced: Callable[[], None] = lambda: None) -> None:
+def read_streams(
+    reads: Reads, streams: Sequence[Stream], advanced: Callable[[], None] = lambda: None, update: int = 0
+) -> None:
     """Reads all streams to their ends. Calls `advanced` at the beginning, and whenever anything has arrived.
+
+    update  that it is of, see `Stream.begin`
 
     Raises PeerDisconnected if a read fails, and DeadlineExceeded if none ends in `reads.timeout_s`.
     """
     left, polls, since, landing = list(streams), 0, time.monotonic(), reads.landing
     filling = [stream for stream in streams if stream.landing is not None]
+    for stream in streams:
+        stream.begin(update)
     advanced()
     while left:
         has_advanced = False

@@ -8,8 +8,9 @@ import torch
 
 from sglang_reshard.protocol.messages import Prepare
 from sglang_reshard.routes.base import TrainerEnd, TrainerSide
-from sglang_reshard.routes.nixl.ask import NixlAsk, put_remote_shards, trainer_name
+from sglang_reshard.routes.nixl.remote_shards import put_remote_shards, trainer_name
 from sglang_reshard.routes.nixl.source import NixlSource
+from sglang_reshard.routes.p2p.ask import Links
 
 
 class NixlTrainerEnd(TrainerEnd):
@@ -19,7 +20,7 @@ class NixlTrainerEnd(TrainerEnd):
 
     def __init__(self, side: TrainerSide, command: Prepare, others: Sequence[torch.Tensor] = ()) -> None:
         """Registers `others`, too, which are no shards."""
-        links = command.asked(NixlAsk).links
+        links = command.asked(Links)
         links.check(side.layout.trainer_ranks)
         self._source: NixlSource | None = None
         if links.of_trainer_rank(side.trainer_rank):

@@ -14,7 +14,6 @@ import numpy as np
 import torch.distributed as dist
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepare
@@ -47,21 +46,10 @@ def send(name: str, reason: str, sent: np.ndarray, topology: ClusterTopology, bu
     Raises Unsupported if NCCL would refuse the communicators for it.
     """
     per_round = round_bytes(sent, bucket_bytes)
-    return Strategy(name, reason, per_round, _communicators(topology, per_round))
-
-
-def _communicators(topology: ClusterTopology, per_round: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """Returns the peer ids of the members of each communicator. Raises Unsupported if NCCL would refuse them."""
-    if not topology.on_gpu:  # gloo connects any ranks
-        return plan_p2p_groups(per_round, _no_gpus(topology.trainer_hosts), _no_gpus(topology.engine_hosts), ())
-    groups = plan_p2p_groups(per_round, topology.trainer_devices, topology.engine_devices, topology.engine_hosts)
+    groups = plan_p2p_groups(per_round, topology)
     for members in groups:
-        topology.check_messages(members)
-    return groups
-
-
-def _no_gpus(ranks: Sequence[str]) -> list[RankGpuInfo]:
-    return [RankGpuInfo()] * len(ranks)
+        topology.check_communicator(members)
+    return Strategy(name, reason, per_round, groups)
 
 
 class P2pEngineEnd(EngineEnd):
@@ -122,18 +110,12 @@ class P2pEngineEnd(EngineEnd):
         self.traffic = Traffic.of(self._direct.read_bytes | {t: link.payload_bytes for t, link in links.items()})
 
     def _cut(self) -> dict[int, P2pLink]:
-        reads, layout = self._side.reads, self._side.reads.tensor_index.layout
-        return engine_links(layout, reads.read_plan, reads.program, self.round_bytes, as_kept=self._as_kept)
+        return engine_links(self._side.reads, self.round_bytes, as_kept=self._as_kept)
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
-        """Raises as `PendingOps.wait` does, after closing the communicators."""
-        try:
-            run_rounds(len(self._rounds), self._receive, self._unpack, self._direct.run)
-            self._direct.finish_from(len(self._rounds))
-        except BaseException:
-            if self.communicators is not None:
-                self.communicators.close()
-            raise
+        """Raises as `PendingOps.wait` does."""
+        run_rounds(len(self._rounds), self._receive, self._unpack, self._direct.run)
+        self._direct.finish_from(len(self._rounds))
 
     def _receive(self, number: int) -> Wait:
         assert self.communicators is not None  # ranks with rounds have them

@@ -32,6 +32,7 @@ from sglang_reshard.routes.wire.communicator import PeerBuffer
 from sglang_reshard.routes.wire.rounds import BUCKETS
 
 if TYPE_CHECKING:
+    from sglang_reshard.routes.base import Reads
     from sglang_reshard.trace.program import Program
 
 # From here on a message of gloo's costs less than the two copies that it saves: docs/results/p2p-rate.md.
@@ -47,13 +48,15 @@ def sent_link(layout: SourceLayout, shards: Sequence[torch.Tensor], request: Sen
 
 
 def engine_links(
-    layout: SourceLayout, plan: ReadPlan, program: Program, round_bytes: Mapping[int, int], *, as_kept: bool = False
+    reads: Reads, round_bytes: Mapping[int, int], *, live: Program | None = None, as_kept: bool = False
 ) -> dict[int, P2pLink]:
     """Returns an engine rank's links to the trainer ranks that send `round_bytes` to it per round.
 
+    live     what writes the views; by default the program of `reads`
     as_kept  items are sent in the dtypes of the kept weights, see `kept_dtypes`
     """
-    links = {}
+    layout, plan, links = reads.tensor_index.layout, reads.read_plan, {}
+    program = reads.program if live is None else live
     for trainer_rank, nbytes in round_bytes.items():
         dtypes = kept_dtypes(layout, plan, program, trainer_rank) if as_kept else ()
         request = send_request(plan, trainer_rank, dtypes)

@@ -30,11 +30,7 @@ from sglang_reshard.routes.wire.rounds import Wait, run_rounds
 
 
 class P2pSender:
-    """Sends shards to engine ranks.
-
-    sent_bytes   in one update, in the shards' dtypes
-    extra_bytes  of its buckets, held as long as the sender exists; it keeps the shards alive, too
-    """
+    """Sends shards to engine ranks. Keeps its buckets, and the shards, as long as it exists."""
 
     def __init__(
         self,
@@ -50,8 +46,7 @@ class P2pSender:
         device  of the buckets: that which the communicator's backend sends from
         """
         links = {peer: sent_link(layout, shards, requests[peer], nbytes) for peer, nbytes in round_bytes.items()}
-        self._rounds, self.extra_bytes = build_rounds(links, device, pack=True)
-        self.sent_bytes = sum(link.payload_bytes for link in links.values())
+        self._rounds, _ = build_rounds(links, device, pack=True)
 
     def send(self, communicators: Communicators) -> None:
         """Sends all rounds. Returns when the last has been sent; raises as `PendingOps.wait` does."""
@@ -80,7 +75,7 @@ class P2pTrainerEnd(TrainerEnd):
         self._side, trainer_ranks = side, side.layout.trainer_ranks
         self._sender = self._sender_of(self.requests.keys())
         self._to_some: tuple[frozenset[int], P2pSender] | None = None
-        self.communicators = Communicators(
+        self.connections = self.communicators = Communicators(
             ask.groups,
             peer_id=side.trainer_rank,
             trainer_ranks=trainer_ranks,
@@ -117,12 +112,6 @@ class P2pTrainerEnd(TrainerEnd):
             {first_peer + e: sizes[e] for e in sorted(engine_ranks)},
             self.device,
         )
-
-    def abort(self) -> None:
-        self.communicators.abort()
-
-    def close(self) -> None:
-        self.communicators.close()
 
 
 def _device(backend: str, shards: Sequence[torch.Tensor]) -> torch.device:

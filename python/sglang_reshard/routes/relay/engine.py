@@ -20,9 +20,9 @@ from sglang_reshard.observability.report import Traffic
 from sglang_reshard.plan import ReadPlan
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.base import AroundEnd, EngineEnd, EngineSide, Meeting
-from sglang_reshard.routes.nixl.ask import trainer_name
 from sglang_reshard.routes.nixl.engine import NixlEngineEnd
 from sglang_reshard.routes.nixl.reader import NixlReader
+from sglang_reshard.routes.nixl.remote_shards import trainer_name
 from sglang_reshard.routes.nixl.streams import Stream, cut_link, read_streams, trainer_streams
 from sglang_reshard.routes.p2p.messages import round_bytes
 from sglang_reshard.routes.read_link import ReadLink
@@ -44,8 +44,8 @@ class RelayedStream(Stream):
         self._gate, self._advanced_at = gate, 0.0
         self._needed = [max(tensors) + 1 for tensors in link.tensors]  # complete tensors, for each message
 
-    def begin_update(self, update: int) -> None:
-        self.begin()
+    def begin(self, update: int) -> None:
+        super().begin(update)
         self._gate.begin(update)
         self._advanced_at = time.monotonic()
 
@@ -81,29 +81,23 @@ class RelayEngineEnd(AroundEnd):
         self._relay = Relay.of(side.request.around["relay"])
         member = side.kept.get("relay") or RelayMember(side.engine_rank)
         side.kept["relay"] = self._member = cast(RelayMember, member)
-        self._relays: Relays | None = None  # if all is read from the trainer
+        self._relays: Relays | None = None  # None if all is read from the trainer
 
     def connect(self, meeting: Meeting) -> None:
-        self._relays = self._member.agree(meeting, self._nixl.side, self._relay)
-        if self._relays is not None:
+        said: dict[str, str] = {}
+        try:
+            self._relays = self._member.agree(meeting, self._nixl.side, self._relay)
             self._nixl.open(meeting)
-            try:
-                self._prepare(self._relays)
-            except RelayLost as lost:
-                logger.warning(
-                    "engine rank %d: %s; it reads all weights from the trainer", self._reads.engine_rank, lost
-                )
-                self._nixl.reader.close()
-                self._member.passes_nothing_on(self._relay, str(lost))
-                self._relays = None
-        if self._relays is None:
+            self._prepare(self._relays)
+        except RelayLost as lost:
+            logger.warning("engine rank %d: %s; it reads all weights from the trainer", self._reads.engine_rank, lost)
+            said = {"remark": str(lost)} if lost.final else {"detour": _detour(lost)}
+        if said:  # by now the buckets of streams that cannot be used are freed
+            self._relays = None
+            self._nixl.close()
+            self._member.passes_nothing_on(self._relay)
             self._nixl.connect(meeting)
-            self.nbytes, detour = self._nixl.nbytes, _detour(self._member.lost)
-            self.traffic = msgspec.structs.replace(self._nixl.traffic, detour=detour, remark=self._member.remark)
-
-    def abort(self) -> None:
-        self._member.abort()
-        super().abort()
+            self.nbytes, self.traffic = self._nixl.nbytes, msgspec.structs.replace(self._nixl.traffic, **said)
 
     def serves(self, request: DistributedUpdateWeightsReq) -> bool:
         asked = Relay.of(request.around["relay"])
@@ -111,28 +105,20 @@ class RelayEngineEnd(AroundEnd):
         return same and not self.traffic.detour
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
-        """Raises PeerDisconnected and DeadlineExceeded for trainer ranks; in this case the reader is closed."""
+        """Raises PeerDisconnected and DeadlineExceeded for trainer ranks."""
         if self._relays is None:
             self._nixl.move(request, taken)
             return
         update = Relay.of(request.around["relay"]).update
         self._relays.progress.begin(update, self._relays.check)
-        for stream in self._direct.values():
-            stream.begin()
-        for relayed in self._all_relayed():
-            relayed.begin_update(update)
         try:
-            try:
-                read_streams(self._reads, [*self._direct.values(), *self._all_relayed()], self._announce)
-                self.traffic = self._whole
-            except RelayLost as lost:
-                logger.warning(
-                    "engine rank %d: %s; it reads the remaining weights from the trainer", self._reads.engine_rank, lost
-                )
-                read_streams(self._reads, self._instead_of_relays(self._relays, lost), self._announce)
-        except BaseException:
-            self._nixl.reader.close()
-            raise
+            read_streams(self._reads, [*self._direct.values(), *self._all_relayed()], self._announce, update)
+            self.traffic = self._whole
+        except RelayLost as lost:
+            logger.warning(
+                "engine rank %d: %s; it reads the remaining weights from the trainer", self._reads.engine_rank, lost
+            )
+            read_streams(self._reads, self._instead_of_relays(self._relays, lost), self._announce)
 
     def has_arrived(self, request: DistributedUpdateWeightsReq) -> None:
         """Lets other engines take all from here."""
@@ -188,7 +174,7 @@ class RelayEngineEnd(AroundEnd):
             read[trainer_rank] = read.get(trainer_rank, 0) + sum(stream.payload_bytes)
             received += stream.read_bytes
         self._counts = _own_counts(relays, self._direct.values())
-        self.traffic = Traffic(received, read, detour=_detour(str(lost)))
+        self.traffic = Traffic(received, read, detour=_detour(lost))
         return list(self._direct.values())
 
     def _unconverted(self, tensors: int) -> np.ndarray:
@@ -235,8 +221,8 @@ def _own_counts(relays: Relays, streams: Iterable[Stream]) -> list[tuple[Stream,
     return found
 
 
-def _detour(lost: str) -> str:
-    return lost and f"engines did not pass on all weights: {lost}"
+def _detour(lost: RelayLost) -> str:
+    return f"engines did not pass on all weights: {lost}"
 
 
 def _message_bytes(plans: Sequence[ReadPlan], bucket_bytes: int) -> list[dict[int, int]]:

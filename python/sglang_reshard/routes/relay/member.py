@@ -7,7 +7,6 @@ divide the tensors alike.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 from collections.abc import Sequence
 
@@ -24,9 +23,8 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.base import EngineSide, Kept, Meeting
 from sglang_reshard.routes.nixl.remote_shards import RemoteShard, RemoteShards, check_remote_shards
 from sglang_reshard.routes.nixl.source import NixlSource
-from sglang_reshard.routes.relay.offers import Offer, OfferedMemory, OfferedRank, Relay, RelayOffers
-from sglang_reshard.routes.relay.owners import CHECK_BITS, choose_owners
-from sglang_reshard.routes.relay.progress import Progress, RelayRoute, Relays
+from sglang_reshard.routes.relay.offers import Offer, OfferedMemory, OfferedRank, Relay, RelayOffers, make_offer
+from sglang_reshard.routes.relay.progress import NO_OWNER, Progress, RelayLost, RelayRoute, Relays
 from sglang_reshard.trace.live_shards import LiveShard, readable_shards
 from sglang_reshard.trace.program import Program
 
@@ -35,11 +33,7 @@ _NO_SHARD = RemoteShard("", 0, 0, ())
 
 
 class RelayMember(Kept):
-    """One engine rank's part in passing on weights. Keeps its memory registered as long as the same program writes it.
-
-    lost    why weights are not passed on in this update, though they might be in another; empty if they are
-    remark  why they are not passed on, and will not be
-    """
+    """One engine rank's part in passing on weights. Its memory is registered as long as one program writes it."""
 
     def __init__(self, engine_rank: int) -> None:
         self._rank = engine_rank
@@ -47,43 +41,27 @@ class RelayMember(Kept):
         self._word: NixlSource | None = None  # its memory is read as long as anybody may ask for it
         self._source: NixlSource | None = None
         self._held: tuple[Program, _Held] | None = None
-        self._offers: RelayOffers | None = None  # those that are waited for
-        self.lost = self.remark = ""
 
-    def agree(self, meeting: Meeting, side: EngineSide, relay: Relay) -> Relays | None:
-        """Returns what this rank reads from other engines; None if it reads all from the trainer. Collective."""
-        self.lost = self.remark = ""
+    def agree(self, meeting: Meeting, side: EngineSide, relay: Relay) -> Relays:
+        """Returns what this rank reads from other engines. Raises RelayLost if it cannot. Collective."""
         self._progress.reset()  # an earlier trainer's updates had other numbers
-        with RelayOffers(meeting.session.address, relay, side.reads.timeout_s) as offers:
-            offers.enter(f"engine rank {self._rank}")
-            self._offers = offers  # an abort before this ends `gather`
-            own = self._part(offers, side)
-            parts = meeting.gather("relay", own)
-            if self._rank == 0:
-                offers.make(relay.own, _offer(offers, parts))
-            identity, of_all = offers.all()
-            failed = [(name, o) for name, o in zip(relay.engines, of_all, strict=True) if o.error]
-            if failed:
-                name, offer = failed[0]
-                reason = f"engines do not pass on weights to each other, because {name} cannot: {offer.error}"
-                self.lost, self.remark = ("", reason) if offer.final else (reason, "")
-            elif of_all[relay.own].ranks[self._rank].memory != own.memory:
-                self.lost = f"engine rank {self._rank} has different memory than it offered to other engines"
-            else:
-                check = int.from_bytes(hashlib.sha256(identity).digest()[:4], "little") % (1 << CHECK_BITS)
-                return self._relays(relay, of_all, check, offers, side)
-        self._progress.stop(relay.update)
-        return None
+        offers = RelayOffers(meeting.session, relay, side.reads.timeout_s, meeting.scope)
+        own = self._part(offers, side)
+        parts = meeting.gather("relay", own)
+        if self._rank == 0:
+            make_offer(meeting.session, relay, relay.own, _offer(offers, parts))
+        check, of_all = offers.all()
+        for name, offer in zip(relay.engines, of_all, strict=True):
+            if offer.error:
+                why = f"do not pass on weights to each other, because {name} cannot: {offer.error}"
+                raise RelayLost("engines", why, final=offer.final)
+        if of_all[relay.own].ranks[self._rank].memory != own.memory:
+            raise RelayLost(f"engine rank {self._rank}", "has different memory than it offered to other engines")
+        return self._relays(relay, of_all, check, offers, side)
 
-    def passes_nothing_on(self, relay: Relay, lost: str) -> None:
-        """This rank reads all from the trainer in this update, because another engine is `lost`."""
-        self.lost = lost
+    def passes_nothing_on(self, relay: Relay) -> None:
+        """This rank reads all from the trainer in this update."""
         self._progress.stop(relay.update)
-
-    def abort(self) -> None:
-        """Ends the wait for other engines' offers. Called from another thread."""
-        if (offers := self._offers) is not None:
-            offers.abort()
 
     def failed(self, request: DistributedUpdateWeightsReq) -> None:
         """This rank's weights are not what the update brings: no other engine takes them from here."""
@@ -172,12 +150,20 @@ def divide(layout: SourceLayout, layouts: Sequence[SourceLayout]) -> np.ndarray:
 
     layouts  of the engines' live weights. A tensor that one of them lacks, or holds in another dtype, is not passed on:
              it would be rounded in transit
+
+    Each engine reads the tensors that it owns from the trainer, and all others from the engines that own them, while
+    these still read: no byte travels more than twice, however many engines there are. The tensors up to any one are
+    divided evenly, to the largest of them: what an engine has just read, the others read next.
     """
     held = [{t.name: (t.shape, t.dtype) for t in of_engine.tensors} for of_engine in layouts]
-    alike = [len({of_engine.get(tensor.name) for of_engine in held}) == 1 for tensor in layout.tensors]
-    in_shape = [tensor.name in held[0] and held[0][tensor.name][0] == tensor.shape for tensor in layout.tensors]
-    sizes = [tensor.spec.nbytes for tensor in layout.tensors]
-    return choose_owners(sizes, np.array(alike, bool) & np.array(in_shape, bool), len(layouts))
+    found, read = np.full(len(layout.tensors), NO_OWNER, np.int32), [0] * len(layouts)
+    for number, tensor in enumerate(layout.tensors):
+        of_tensor = {of_engine.get(tensor.name) for of_engine in held}
+        first = of_tensor.pop()
+        if not of_tensor and first is not None and first[0] == tensor.shape:
+            found[number] = least = read.index(min(read))
+            read[least] += tensor.spec.nbytes
+    return found
 
 
 def _layout(shards: Sequence[LiveShard], engine_ranks: int) -> SourceLayout:

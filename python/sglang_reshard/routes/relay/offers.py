@@ -1,24 +1,27 @@
 """The offers that the engines of an update make to each other: memory that they read the weights from.
 
-They are made in a session of the trainer's control server, once for all updates without a change. An offer is final:
-all engines see the same ones, and plan alike.
+They are made in the session of the update, once for all updates without a change. An offer is final: all engines see
+the same ones, and plan alike.
 """
 
 from __future__ import annotations
 
-import contextlib
-from typing import Annotated
+import hashlib
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from sglang_reshard.control import Address, ControlClient, WaitTimedOut
-from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.control import WaitTimedOut
+from sglang_reshard.errors import Mismatch
 from sglang_reshard.protocol.messages import Text, decode, encode
-from sglang_reshard.protocol.session import Blobs
+from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.nixl.remote_shards import RemoteShards
-from sglang_reshard.routes.relay.owners import MAX_UPDATE
 
+T = TypeVar("T")
+# An engine rank says in 63 bits how many of its tensors are complete, in which update and by which plan.
+UPDATE_BITS, CHECK_BITS, COUNT_BITS = 23, 20, 20
+MAX_UPDATE = (1 << UPDATE_BITS) - 1
 _MAX_ENGINES = 1 << 16
 _OFFER_S = 30.0  # how long the others wait for an engine's offer
 
@@ -27,14 +30,13 @@ class Relay(msgspec.Struct, frozen=True):
     """Asks an engine to read from another engine the weights that the other has already read, and to let others read
     its weights.
 
-    session  name of the session for the engines' offers, within that of the update; another one once
-             anything has changed
+    offers   prefix of the keys of the engines' offers in the session; another one once anything has changed
     engines  names of all engines of the update, the same for all
     own      number of this one among them
     update   number of the update among those of all engines
     """
 
-    session: Text
+    offers: Text
     engines: Annotated[tuple[Text, ...], Meta(min_length=2, max_length=_MAX_ENGINES)]
     own: Annotated[int, Meta(ge=0)]
     update: Annotated[int, Meta(ge=1, le=MAX_UPDATE)]
@@ -89,46 +91,41 @@ class Offer(msgspec.Struct, frozen=True):
     final: bool = False
 
 
-class RelayOffers(Blobs):
-    """A connection to the offers of `relay`, and to the values they refer to. `address` is of the update's session."""
+class RelayOffers:
+    """The offers of `relay`, and the values they refer to."""
 
-    def __init__(self, address: Address, relay: Relay, timeout_s: float) -> None:
-        super().__init__(ControlClient(address.named(relay.session), timeout_s), timeout_s)
-        self._relay, self._scope = relay, ""
+    def __init__(self, session: Session, relay: Relay, timeout_s: float, scope: str = "") -> None:
+        """`scope`: of the update, whose end ends all waits."""
+        self._session, self._relay, self._timeout_s, self._scope = session, relay, timeout_s, scope
 
-    def enter(self, who: str) -> None:
-        """From here on `abort` ends the wait for other engines' offers. `who` names this process, in this engine."""
-        scope = f"{self._relay.update}/{self._relay.own}/{who}"
-        self.client.enter(scope, who)
-        self._scope = scope
+    def put(self, value: object) -> str:
+        """Publishes a value, as long as the offers are valid. Returns its content hash."""
+        return self._session.put(value, f"{self._relay.offers}/")
 
-    def abort(self) -> None:
-        """Lets `all` raise Aborted. Called from another thread."""
-        with contextlib.suppress(ReshardError):  # the wait has ended
-            self.client.cancel(self._scope, "the update was aborted")
+    def get(self, digest: str, kind: type[T], what: str) -> T:
+        """Returns the value of a content hash. Raises as `Session.get` does."""
+        return self._session.get(f"{self._relay.offers}/{digest}", kind, what, self._timeout_s, scope=self._scope)
 
-    def make(self, engine: int, offer: Offer) -> None:
-        """Makes an engine's offer, unless it has made one or others have given it up."""
-        self.client.compare_set(_key(engine), b"", encode(offer))
-
-    def all(self) -> tuple[bytes, list[Offer]]:
-        """Returns what identifies the offers of all engines, and these. Gives up engines that make none in time."""
-        keys = [_key(engine) for engine in range(len(self._relay.engines))]
+    def all(self) -> tuple[int, list[Offer]]:
+        """Returns the offers of all engines, after a number of CHECK_BITS that tells them from others. Gives up engines
+        that make none in time.
+        """
+        client, keys = self._session.client, [_key(self._relay, n) for n in range(len(self._relay.engines))]
         wait_s = min(_OFFER_S, self._timeout_s / 2)
         try:
-            found = self.client.get(keys, wait_s, self._scope)
+            found = client.get(keys, wait_s, self._scope)
         except WaitTimedOut as error:
             for engine in error.missing:
-                self.make(engine, Offer(error=f"it offered nothing within {wait_s:g} s"))
-            found = self.client.get(keys, self._timeout_s, self._scope)
-        return b"".join(found), [decode(data, Offer) for data in found]
-
-    def __enter__(self) -> RelayOffers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.client.close()
+                make_offer(self._session, self._relay, engine, Offer(error=f"it offered nothing within {wait_s:g} s"))
+            found = client.get(keys, self._timeout_s, self._scope)
+        check = int.from_bytes(hashlib.sha256(b"".join(found)).digest()[:4], "little") % (1 << CHECK_BITS)
+        return check, [decode(data, Offer) for data in found]
 
 
-def _key(engine: int) -> str:
-    return f"offer/{engine}"
+def make_offer(session: Session, relay: Relay, engine: int, offer: Offer) -> None:
+    """Makes an engine's offer, unless it has made one or others have given it up."""
+    session.client.compare_set(_key(relay, engine), b"", encode(offer))
+
+
+def _key(relay: Relay, engine: int) -> str:
+    return f"{relay.offers}/offer/{engine}"

@@ -21,18 +21,19 @@ from sglang_reshard.routes.nixl.agent import memory_kind
 from sglang_reshard.routes.nixl.reader import NixlReader
 from sglang_reshard.routes.nixl.remote_shards import RemoteShards
 from sglang_reshard.routes.nixl.source import allocate_readable
-from sglang_reshard.routes.relay.owners import CHECK_BITS, COUNT_BITS, NO_OWNER
+from sglang_reshard.routes.relay.offers import CHECK_BITS, COUNT_BITS
 
+NO_OWNER = -1  # of a tensor that every engine reads from the trainer
 _MIN_POLL_S, _MAX_POLL_S = 2e-4, 2e-2  # the longer nothing has changed, the more seldom the word is read
 STALLED_S = 10.0  # without progress, until what an engine has not passed on is read from the trainer
 
 
 class RelayLost(ReshardError):
-    """An engine does not pass on its tensors. `engine` names it."""
+    """An engine does not pass on its tensors. `engine` names it. `final`: nor will it in another update."""
 
-    def __init__(self, engine: str, why: str) -> None:
+    def __init__(self, engine: str, why: str, *, final: bool = False) -> None:
         super().__init__(f"{engine} {why}")
-        self.engine = engine
+        self.engine, self.final = engine, final
 
 
 class Progress:
