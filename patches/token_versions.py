@@ -122,8 +122,9 @@ class _Spans:
 
     def __getitem__(self, unsent: slice) -> list[dict[str, Any]]:
         request = self._request()
-        ended = request is not None and request.finished()
-        return spans(request.weight_version_events, _version, unsent.stop) if ended else []
+        if request is None or not request.finished():
+            return []
+        return spans(request.weight_version_events, _version, unsent.stop)
 
 
 def spans(events: Sequence[Event], version: str, tokens: int) -> list[dict[str, Any]]:
