@@ -1,5 +1,7 @@
 """Every trainer rank finds out what its own parameters hold, and states it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,7 +50,7 @@ def test_replicas_are_one_piece_unless_they_are_at_different_places():
 
 
 def tied(conversion):
-    return conversion._replace(tied=True)
+    return replace(conversion, tied=True)
 
 
 def test_of_two_tied_parameters_of_one_rank_the_first_is_read():

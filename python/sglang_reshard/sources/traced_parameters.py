@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -28,7 +29,8 @@ Values: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # returns the memory
 Convert: TypeAlias = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 
 
-class Conversion(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Conversion:
     """A trainer rank's shard of a parameter, and how it is converted.
 
     name       the trainer's name of the parameter, for errors
@@ -67,7 +69,7 @@ def _in_place(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class TracedParameters:
-    """One trainer rank's parameters.
+    """One trainer rank's parameters as checkpoint tensors, for `WeightSender.update` with `partial=True`.
 
     Parameters that are parts of one checkpoint tensor are joined along its first dimension: to a view of their memory,
     if they lie at equal distances in one storage, as in Megatron's flat buffers. Else every update copies them.
