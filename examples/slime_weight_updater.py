@@ -26,12 +26,8 @@ from megatron.core import mpu
 from sglang_reshard import MultiEngineSender, RemoteEngine
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.layout.regions import Box
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.sources import ExplicitSharding, ShardMap
-from sglang_reshard.trace.converter_trace import trace_converter
-from sglang_reshard.trace.geometry import Geometry
-from sglang_reshard.trace.live_shards import shard_view
+from sglang_reshard.sources import Conversion, TracedParameters
 from sglang_reshard.trainer.collectives import on_first_rank
 
 
@@ -96,10 +92,7 @@ class ShardUpdater:
             return
         self.weight_version += 1
         mode = getattr(self.args, "pause_generation_mode", "abort")  # an argument of miles
-        held = [
-            (name, p.data.as_strided(view.size, view.stride, p.data.storage_offset() + view.offset), sharding)
-            for name, p, view, sharding in self.tensors
-        ]
+        held = self.parameters.tensors()
         flush: Any = "by_version" if mode == "in_place" else True
         try:
             on_first_rank(lambda: [client.pause_generation(mode) for client in self.clients], self.group())
@@ -112,28 +105,19 @@ class ShardUpdater:
         return vars(self).pop("metrics", {})
 
     @functools.cached_property
-    def tensors(self) -> list[tuple[Any, ...]]:
-        # Made once: the same sharding objects in every update mean that nothing has changed.
-        return [listed for name, parameter in self.named(self.args, self.model) for listed in self._of(name, parameter)]
+    def parameters(self) -> TracedParameters:
+        return TracedParameters(self._conversions(), trainer_rank=dist.get_rank(), trainer_ranks=dist.get_world_size())
 
-    def _of(self, name: str, parameter: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-        if name.endswith("output_layer.weight") and not self.args.untie_embeddings_and_output_weights:
-            return  # a copy of the embedding, on the last pipeline stage
-        if type(parameter.data) is not torch.Tensor or not parameter.is_contiguous():
-            raise Unsupported(f"trainer rank {dist.get_rank()}: {name} is not a plain contiguous tensor")
+    def _conversions(self) -> Iterator[Conversion]:
         args = Namespace(**{**vars(self.args), "q_lora_rank": None})  # with it slime's converter holds tensors back
-        shape, ranks = tuple(parameter.shape), dist.get_world_size()
 
-        def convert(shard: torch.Tensor) -> dict[str, torch.Tensor]:
+        def converted(name: str, parameter: torch.Tensor, shard: torch.Tensor) -> dict[str, torch.Tensor]:
             return dict(self.convert(args, self.model_name, name, _whole(name, parameter, shard)))
 
-        for tensor, result in trace_converter(convert, shape, parameter.dtype).items():
-            if result.boxes:
-                view, starts = shard_view(result.boxes, shape)
-                boxes = [Box(b.start, tuple(map(sum, zip(b.start, b.size, strict=True)))) for b in result.boxes]
-                held = [(box, at, rank) for box, at in zip(boxes, starts, strict=True) for rank in range(ranks)]
-                sharding = ExplicitSharding(result.shape, ShardMap.of(held))  # counts for ranks that list the tensor
-                yield tensor, parameter, view or Geometry.contiguous(shape), sharding
+        for name, parameter in self.named(self.args, self.model):
+            # With tied embeddings it is a copy of the embedding, on the last pipeline stage.
+            if self.args.untie_embeddings_and_output_weights or not name.endswith("output_layer.weight"):
+                yield Conversion(name, parameter, functools.partial(converted, name, parameter))
 
 
 def _whole(name: str, parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:

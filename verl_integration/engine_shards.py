@@ -54,10 +54,10 @@ def unsupported_reason(engine: Any, adapter: Any = None, peft_config: Any = None
 class EngineShards:
     """One trainer rank's shards. Returns the same objects for unchanged tensors, which makes updates short."""
 
-    def __init__(self, trainer_ranks: int) -> None:
+    def __init__(self, trainer_rank: int, trainer_ranks: int) -> None:
         self._fsdp = fsdp.FsdpShards()
         self._contract = shard_contract.ShardContract(trainer_ranks)
-        self._megatron = megatron.Megatron(trainer_ranks)
+        self._megatron = megatron.Megatron(trainer_rank, trainer_ranks)
 
     @contextlib.contextmanager
     def tensors(self, engine: Any) -> Iterator[tuple[NamedTensors, bool, bool]]:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.sources import ExplicitSharding
+from sglang_reshard.sources import Conversion, ExplicitSharding, TracedParameters
+from sglang_reshard.sources.traced_parameters import Values
 from sglang_reshard.verl.megatron_experts import CheckpointShapes, Finish, checkpoint_names, finish_of, stacked_experts
-from sglang_reshard.verl.traced_parameters import Conversion, TracedParameters, Values
 
 # Megatron pads these to a multiple of the tensor parallel size; checkpoints are not padded.
 _PADDED_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -27,8 +27,8 @@ _PADDED_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 class Megatron:
     """Reads one trainer rank's parameters. Traces their converters at the first sync."""
 
-    def __init__(self, trainer_ranks: int) -> None:
-        self._trainer_ranks = trainer_ranks
+    def __init__(self, trainer_rank: int, trainer_ranks: int) -> None:
+        self._trainer_rank, self._trainer_ranks = trainer_rank, trainer_ranks
         self._parameters: TracedParameters | None = None
 
     def has_values(self, engine: Any) -> bool:
@@ -54,7 +54,9 @@ class Megatron:
         if self._parameters is None:
             _check(engine)
             values = values_of(engine.module)
-            self._parameters = TracedParameters(_conversions(engine), self._trainer_ranks, values)
+            self._parameters = TracedParameters(
+                _conversions(engine), trainer_rank=self._trainer_rank, trainer_ranks=self._trainer_ranks, values=values
+            )
         return self._parameters
 
 

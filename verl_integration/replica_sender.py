@@ -61,7 +61,7 @@ class ReplicaSender:
         self._adapter_sender: MultiEngineSender | None = None
         self._address: Address | None = None
         self._replicas: Mapping[str, Send | None] = {}
-        self._shards = EngineShards(dist.get_world_size())
+        self._shards = EngineShards(self.rank, dist.get_world_size())
         self._version: int | None = None
         self.global_steps: int | None = None  # whose weights the replicas have; None before their first
         self._background: _Background | None = None

@@ -40,8 +40,9 @@ from sglang_reshard.layout.regions import Box
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import (
-    ExplicitSharding, FlatBuffer, FlatMember, FusedSlice, FusedTensor, ShardMap, adapter_config,
-    adapter_tensors, base_tensors, checkpoint_tensors, megatron_adapter_config, megatron_adapter_tensors,
+    Conversion, ExplicitSharding, FlatBuffer, FlatMember, FusedSlice, FusedTensor, ShardMap, TracedParameters,
+    adapter_config, adapter_tensors, base_tensors, checkpoint_tensors, megatron_adapter_config,
+    megatron_adapter_tensors,
 )
 
 given: Any
@@ -63,6 +64,7 @@ reference: torch.nn.Module
 language_model: torch.nn.Module
 gemma4: torch.nn.Module
 experts: torch.nn.Module
+conversions: list[Conversion]
 stage: torch.nn.Module
 tensor: torch.Tensor
 local_tensor: torch.Tensor

@@ -40,7 +40,7 @@ def two_updates(job: dict[str, Any]) -> dict[str, Any]:
     def tokens() -> list[list[int]]:
         return greedy(engine) if generates else []
 
-    source, hf_config = Megatron(dist.get_world_size()), reference(case).config
+    source, hf_config = Megatron(dist.get_rank(), dist.get_world_size()), reference(case).config
     seen: dict[str, Any] = {"reports": [], "digests": [], "tokens": [tokens()], "expected": [], "logits": 0}
     with parallel(case):
         models = megatron_models(case, exported["1"])

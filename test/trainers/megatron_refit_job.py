@@ -68,7 +68,7 @@ class Layout:
             models = initial_models(case)
             bridge = megatron_bridge.Bridge(case.tied, both_tied=True)
             engine = megatron_bridge.training_engine(models, reference(case).config, bridge)
-            listed = Megatron(dist.get_world_size()).tensors(engine)
+            listed = Megatron(dist.get_rank(), dist.get_world_size()).tensors(engine)
             described = [shard for model in models for shard in _described(model)]
         first.extend(shard.key for shard in described)
         return cls(listed, [_piece(shard, first.of[shard.key], case.vocabulary) for shard in described])

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -164,7 +165,8 @@ def updates(job: dict[str, Any]) -> dict[str, Any]:
                 look()
             if trainer == "slime":
                 updater = loop.actor.weight_updater
-                updater.tensors[:] = [listed for listed in updater.tensors if listed[0] != "model.norm.weight"]
+                without = [listed for listed in updater.parameters.tensors() if listed[0] != "model.norm.weight"]
+                updater.parameters = SimpleNamespace(tensors=without.copy)
                 seen["refused"] = refusal_of(functools.partial(loop.step, weights["1"], engines, new=0))
                 look()
             loop.actor.sleep()

@@ -56,7 +56,7 @@ CAPABILITIES = (
     *(f"routes.{name}" for name in ("broadcast", "delta", "disk", "nixl", "p2p", "relay")),
     *(f"sources.{name}" for name in (
         "conversion", "flat", "fsdp", "fsdp1", "fused", "lora", "lora_config", "lora_layers",
-        "megatron_lora", "verl_shard_spec", "versions")),
+        "megatron_lora", "traced_parameters", "verl_shard_spec", "versions")),
     *(f"trace.{name}" for name in (
         "block_formats", "block_fp8", "built_modules", "converter_trace", "converting_loader",
         "folded", "gaps", "initial_values", "kept", "kv_scales", "left_alone", "post_load",

@@ -33,7 +33,7 @@ MakeBridge = Callable[[Case, Any, list[Any]], Any]
 def examine(trainer: Trainer, case: Case, make_bridge: MakeBridge) -> dict[str, Any]:
     model = reference(case)
     expected = checkpoint(model)
-    source = Megatron(trainer.size)
+    source = Megatron(trainer.rank, trainer.size)
     with parallel(case):
         models = megatron_models(case, expected)
         with torch.no_grad():

@@ -61,7 +61,7 @@ def examine(trainer: Any, tp: int) -> list[str]:
                 task.param_weight.copy_(task.mapping.hf_to_megatron(given, task.megatron_module))
         config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=5))
         bridge = SimpleNamespace(get_conversion_tasks=lambda module: tasks)
-        given = Megatron(trainer.size).tensors(training_engine([], config, bridge))
+        given = Megatron(trainer.rank, trainer.size).tensors(training_engine([], config, bridge))
         state = of_this_rank(given)
         # Norms are stored less one, which rounds.
         for name, tensor, _ in given:

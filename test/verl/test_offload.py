@@ -120,7 +120,7 @@ def seen(shards: EngineShards, engine: Any) -> tuple[dict[str, torch.Tensor], bo
 @pytest.mark.usefixtures("_not_fsdp2")
 def test_megatrons_parameters_are_read_in_verls_host_copy(megatron: Any, gpu: Gpu) -> None:
     """Points 2 and 10 of the rules of GPUs: it is verl's memory of the last step, at the same address every time."""
-    shards = EngineShards(1)
+    shards = EngineShards(0, 1)
     addresses = []
     for step in range(2):
         flat = megatron.chunk.buffers[0].param_data
@@ -141,12 +141,12 @@ def test_megatrons_parameters_are_read_in_verls_host_copy(megatron: Any, gpu: Gp
 
 @pytest.mark.usefixtures("_not_fsdp2")
 def test_megatrons_parameters_on_the_gpu_are_freed_after_the_sync(megatron: Any) -> None:
-    found, temporary = seen(EngineShards(1), megatron)
+    found, temporary = seen(EngineShards(0, 1), megatron)
     assert temporary
     assert megatron.moves == []
     assert found["hf.layer"].data_ptr() == megatron.chunk.module.layer.data_ptr()
     megatron.is_param_offload_enabled = False
-    assert not seen(EngineShards(1), megatron)[1]
+    assert not seen(EngineShards(0, 1), megatron)[1]
 
 
 @pytest.mark.usefixtures("_not_fsdp2")
@@ -161,7 +161,7 @@ def test_megatrons_parameters_without_a_copy_like_them_are_loaded_as_verl_does(
         monkeypatch.setattr(engine_shards.megatron, "values_of", lambda chunks: lambda parameter: parameter.data)
     else:
         flat.cpu_data, kept = flat.cpu_data.double(), flat.cpu_data
-    with EngineShards(1).tensors(megatron) as (rows, temporary, _):
+    with EngineShards(0, 1).tensors(megatron) as (rows, temporary, _):
         assert megatron.moves == ["cuda"]
         assert temporary
         if unknown == "no copy":
@@ -176,7 +176,7 @@ def test_a_megatron_parameter_that_something_else_has_freed_is_named(megatron: A
     megatron.is_param_offload_enabled = False
     megatron.chunk.module.layer.untyped_storage().resize_(0)
     with pytest.raises(Unsupported, match=r"module\.embedding has no memory on this trainer rank.*Load the parameters"):
-        seen(EngineShards(1), megatron)
+        seen(EngineShards(0, 1), megatron)
 
 
 # -- FSDP2
@@ -201,7 +201,7 @@ def fsdp2(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
 def test_fsdp2s_offloaded_parameters_are_read_on_the_host(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     engine = fsdp2(monkeypatch)
     gpu.on_host = list(engine.module.parameters())
-    with EngineShards(1).tensors(engine) as (rows, temporary, _):
+    with EngineShards(0, 1).tensors(engine) as (rows, temporary, _):
         assert [row[1].data_ptr() for row in rows] == [p.data_ptr() for p in engine.module.parameters()]
     assert (engine.moves, temporary) == ([], False)
 
@@ -210,10 +210,10 @@ def test_fsdp2s_parameters_on_the_gpu_are_freed_after_the_sync_if_verl_offloads_
     monkeypatch: pytest.MonkeyPatch, gpu: Gpu
 ) -> None:
     engine = fsdp2(monkeypatch)
-    with EngineShards(1).tensors(engine) as (_, temporary, _):
+    with EngineShards(0, 1).tensors(engine) as (_, temporary, _):
         assert temporary
     engine.is_param_offload_enabled = False
-    with EngineShards(1).tensors(engine) as (_, temporary, _):
+    with EngineShards(0, 1).tensors(engine) as (_, temporary, _):
         assert not temporary
     assert engine.moves == []
 

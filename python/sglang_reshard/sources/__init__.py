@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sglang_reshard.sources.lora import adapter_tensors, base_tensors
     from sglang_reshard.sources.lora_config import adapter_config
     from sglang_reshard.sources.megatron_lora import megatron_adapter_config, megatron_adapter_tensors
+    from sglang_reshard.sources.traced_parameters import Conversion, TracedParameters
     from sglang_reshard.sources.verl_shard_spec import blocks, fused_slices
 
 # What most trainers do not use, by the module in this package that has it, which is imported then.
@@ -32,11 +33,13 @@ _LAZY = {
     "lora": ("adapter_tensors", "base_tensors"),
     "lora_config": ("adapter_config",),
     "megatron_lora": ("megatron_adapter_config", "megatron_adapter_tensors"),
+    "traced_parameters": ("Conversion", "TracedParameters"),
     "verl_shard_spec": ("blocks", "fused_slices"),
 }
 _DEFINED_IN = {name: module for module, names in _LAZY.items() for name in names}
 
 __all__ = [
+    "Conversion",
     "ExplicitSharding",
     "FlatBuffer",
     "FlatMember",
@@ -49,6 +52,7 @@ __all__ = [
     "ShardMap",
     "SourceLayout",
     "SourceTensor",
+    "TracedParameters",
     "TrainerState",
     "adapter_config",
     "adapter_tensors",

@@ -11,14 +11,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box
+from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.sources import ExplicitSharding, ShardMap
 from sglang_reshard.trace.converter_trace import trace_converter
 from sglang_reshard.trace.geometry import Geometry
 from sglang_reshard.trace.live_shards import shard_view
@@ -28,10 +29,12 @@ Values: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # returns the memory
 Convert: TypeAlias = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 
 
-class Conversion(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Conversion:
     """A trainer rank's shard of a parameter, and how it is converted.
 
     name       the trainer's name of the parameter, for errors
+    parameter  the shard, in contiguous memory
     convert    converts a shard to checkpoint tensors by name. Other ranks' elements may have any value
     tied       the trainer keeps the parameter equal to another one that converts to the same tensors, as it does with
                tied embeddings
@@ -66,19 +69,23 @@ def _in_place(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class TracedParameters:
-    """One trainer rank's parameters.
+    """One trainer rank's parameters as checkpoint tensors, for `WeightSender.update` with `partial=True`.
 
     Parameters that are parts of one checkpoint tensor are joined along its first dimension: to a view of their memory,
     if they lie at equal distances in one storage, as in Megatron's flat buffers. Else every update copies them.
     A converter that computes, as of a norm's weight, is run in every update, if the rank has the whole parameter.
 
-    values  returns the memory that has a parameter's elements now; parts are joined in its order
+    trainer_rank   this rank's number among the sender's trainer ranks, for errors
+    trainer_ranks  number of the sender's trainer ranks
+    values         returns the memory that has a parameter's elements now; parts are joined in its order
 
-    Raises Unsupported, naming the parameter, if it cannot be determined where elements go: the conversion computes with
-    them, or several parameters hold one checkpoint tensor and are neither tied nor parts.
+    Raises Unsupported, naming the trainer rank and the parameter, if it cannot be determined where elements go: the
+    conversion computes with them, or several parameters hold one checkpoint tensor and are neither tied nor parts.
     """
 
-    def __init__(self, conversions: Iterable[Conversion], trainer_ranks: int, values: Values = _in_place) -> None:
+    def __init__(
+        self, conversions: Iterable[Conversion], *, trainer_rank: int, trainer_ranks: int, values: Values = _in_place
+    ) -> None:
         found: dict[str, tuple[LocalBoxes, Local]] = {}
         parts: dict[str, list[tuple[LocalBoxes, Local]]] = {}
         tied: set[str] = set()
@@ -101,7 +108,9 @@ class TracedParameters:
             found |= {name: _joined(of_tensor, values) for name, of_tensor in parts.items()}
         except Exception as error:
             reason = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
-            raise Unsupported(f"{parameter} cannot be resharded in place: {reason}") from error
+            raise Unsupported(
+                f"trainer rank {trainer_rank}: {parameter} cannot be resharded in place: {reason}"
+            ) from error
         # The same objects in every update, so that the change detector finds no change.
         sharding = functools.cache(functools.partial(_sharding, trainer_ranks))
         self._tensors = [(name, local, sharding(boxes)) for name, (boxes, local) in found.items()]
