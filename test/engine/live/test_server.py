@@ -22,6 +22,7 @@ from support.trainers import run_trainers
 pytestmark = [pytest.mark.engine]
 TP, KEY = 2, "the admin's key"
 SPANNING = 150  # server_job's
+OPTIONS = ("--admin-api-key", KEY, "--chat-template", "chatml")  # the tokenizer has no template of its own
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[str]:
     """The URL of a TP=2 server on dummy weights, which asks for an admin key."""
-    with serving(launch(model, TP, "--admin-api-key", KEY), cpu_host.environment(TP), model.parent / "log") as url:
+    with serving(launch(model, TP, *OPTIONS), cpu_host.environment(TP), model.parent / "log") as url:
         yield url
 
 
