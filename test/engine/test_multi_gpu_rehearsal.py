@@ -33,7 +33,7 @@ def test_they_pass_on_a_host_without_a_gpu(ranks: int) -> None:
         command = [sys.executable, *torchrun, "-m", "pytest", "--durations=15", "test/multi_gpu"]
         log = Path(folder, "log")
         try:
-            status = descendants.run(command, variables, ROOT, log, timeout_s=900)
+            status = descendants.run(command, variables, ROOT, log, timeout_s=450 * ranks)
         except descendants.Deadline as error:
             raise AssertionError(f"{error}\n{_end_of(log)}") from error
         assert status == 0, _end_of(log)

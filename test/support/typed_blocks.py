@@ -64,7 +64,7 @@ reference: torch.nn.Module
 language_model: torch.nn.Module
 gemma4: torch.nn.Module
 experts: torch.nn.Module
-conversions: list[Conversion]
+of_this_rank: list[Conversion]
 stage: torch.nn.Module
 tensor: torch.Tensor
 local_tensor: torch.Tensor

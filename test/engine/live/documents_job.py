@@ -55,8 +55,9 @@ def _run(block: Block, given: Names) -> Names | None:
 
 def _ran_and_closed(block: Block, given: Names) -> bool:
     names = _run(block, given)
-    for name, value in (names or {}).items():
-        if value is not given.get(name) and isinstance(value, WeightSender | ModuleSender | VerlEngine):
+    kept = {id(value) for value in given.values()}  # a block may have one by another name
+    for value in (names or {}).values():
+        if id(value) not in kept and isinstance(value, WeightSender | ModuleSender | VerlEngine):
             value.shutdown() if isinstance(value, VerlEngine) else value.close()
     return names is not None
 
@@ -163,6 +164,8 @@ def _named_in(body: str) -> nn.Module:
         module = nn.ModuleDict({"o_proj": linear()})
     elif "experts" in body:
         module = nn.ModuleDict({"experts": nn.ModuleList(nn.ModuleDict({"up_proj": linear()}) for _ in range(2))})
+    elif "gate_proj" in body:
+        module = nn.ModuleDict({"gate_proj": linear(), "up_proj": linear()})
     else:
         module = nn.ModuleDict({"q_proj": linear(), "k_proj": linear(16)})
     for parameter in module.parameters():
@@ -175,13 +178,15 @@ def of_shards(blocks: Sequence[Block]) -> list[Block]:
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
     shards = {
         "tensor": distribute_tensor(torch.ones(2, 64, 32), mesh, [Shard(0)]), "piece": torch.ones(1280),
-        "local_tensor": torch.ones(16 if rank else 48, 32),
+        "local_tensor": torch.ones(16 if rank else 48, 32), "rank": rank, "ranks": 2,
     }  # fmt: skip
     ran = []
     for block in blocks:
         used = names_used(block[2])
-        if used.isdisjoint(shards):
+        if used.isdisjoint({"tensor", "piece", "local_tensor"}):
             continue
+        if "Conversion(" in block[2]:  # as many rows on each rank
+            shards["local_tensor"] = torch.ones(64, 32)
         ran.append(block)
         if "sender" not in used:
             assert _run(block, shards)

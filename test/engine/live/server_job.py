@@ -167,7 +167,7 @@ def answers_of_two_versions(job: dict[str, Any]) -> dict[str, Any]:
                 paused.set()  # by the first token of a stream, long before any other answer comes
         last = [line.removeprefix("data: ") for line in lines if line and "[DONE]" not in line][-1]
         said = msgspec.json.decode(last)
-        assert answer.is_success and "error" not in said, f"{path}: {last}"
+        assert answer.is_success, f"{path}: {last}"
         return said.get("metadata") or said["meta_info"]
 
     def control(path: str, **options: Any) -> None:

@@ -35,6 +35,7 @@ LEFT = {
     "TransformerReceiver": "needs SGLang's diffusion engine; test/other_engines",
     "adapter.to_hf": "needs torchtitan's model; test_source_conversion.py has a stand-in",
     "without_norms": "needs a trainer's own conversion; test_source_conversion.py",
+    "of_this_rank": "needs a trainer's own conversions; docs/usage/weights.md has the whole",
     "import ray": "needs a cluster",
     "session.address, trainer_rank": "trainer rank 0 alone runs its first line; several-engines.md has the whole",
     "answer.torn": "a request is made by a sender",
