@@ -16,6 +16,7 @@ from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor, in_order_of_strides
 from sglang_reshard.protocol.validation import check_transport
+from sglang_reshard.sources.state import LayoutTables
 
 _VOCABULARY_PADDING = 64  # SGLang rounds the vocabulary up to this before it divides it
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -150,16 +151,12 @@ def layout_of(specs: Sequence[TensorSpec], source: Source) -> SourceLayout:
     FSDP2 splits dimension 0, after tensor parallelism has; a tensor without dimensions is whole on every rank.
     """
     shape = tuple(n for n in (source.replicas, source.fsdp, source.tp) if n > 1) or (1,)
-    mesh = Mesh(shape, tuple(range(source.ranks)))
-    meshes: dict[Mesh, int] = {}
-    placements: dict[tuple[Placement, ...], int] = {}
-    tensors = []
-    for spec in specs:
-        sharding = in_order_of_strides(mesh, _placements(spec, source))
-        number = meshes.setdefault(sharding.mesh, len(meshes))
-        placed = placements.setdefault(sharding.placements, len(placements))
-        tensors.append(SourceTensor(spec.name, spec.shape, spec.dtype, number, placed))
-    return SourceLayout(source.ranks, tuple(meshes), tuple(placements), tuple(tensors))
+    mesh, tables = Mesh(shape, tuple(range(source.ranks))), LayoutTables()
+    shardings = ((spec, in_order_of_strides(mesh, _placements(spec, source))) for spec in specs)
+    return tables.layout(
+        source.ranks,
+        [SourceTensor(of.name, of.shape, of.dtype, *tables.indices(sharding)) for of, sharding in shardings],
+    )
 
 
 def _placements(spec: TensorSpec, source: Source) -> tuple[Placement, ...]:
