@@ -84,7 +84,7 @@ def parsed(text: str, kind: type[_Layout], option: str) -> _Layout:
         names, sizes = (("replicas", "fsdp"), size.split("x")) if name == "hsdp" else ((name,), [size])
         if name not in known or len(names) != len(sizes) or not all(re.fullmatch(r"[1-9]\d{0,5}", n) for n in sizes):
             raise Mismatch(
-                f"{option} {text}: cannot parse {part!r}; expected NAME=SIZE, with a positive size, as in {kind.examples}"
+                f"{option} {text}: cannot parse {part!r}; expected NAME=SIZE, a positive size, as in {kind.examples}"
                 f"{'' if name in known else nearest(name, known)}"
             )
         if again := given.keys() & names:
