@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmark.gpu import recording
+from sglang_reshard.cli.layouts import Source, StagedTarget, parsed
 from sglang_reshard.cli.plan import worker_process
 from sglang_reshard.cli.plan.checkpoint import prepare
-from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source
+from sglang_reshard.cli.plan.request import PlanRequest
 from sglang_reshard.errors import Mismatch
 
 _DEADLINE_S = 900.0
@@ -49,8 +50,8 @@ def main(names: list[str]) -> None:
             request = PlanRequest(
                 model=case.model,
                 folder=str(found.resolve()),
-                source=Source.parse(case.source),
-                target=EngineSizes.parse(case.target),
+                source=parsed(case.source, Source, "--source"),
+                target=parsed(case.target, StagedTarget, "--target"),
                 layers=case.layers,
                 colocated=True,
             )
@@ -99,7 +100,7 @@ def serve(job: dict[str, Any]) -> None:
         target=str(request.target),
         layers=request.layers,
         engine_rank=rank,
-        engine_ranks=request.target.engine_ranks,
+        engine_ranks=request.target.ranks,
         layout=layout,
         targets=targets,
         copies=found.program.copies,

@@ -131,8 +131,8 @@ class TrainerRank:
 
 def served(ranks: int) -> list[tuple[str, torch.Tensor]]:
     """The demonstration's model under tensor parallelism."""
+    from sglang_reshard.cli.layouts import Source
     from sglang_reshard.selftest import tiny_model
-    from sglang_reshard.selftest.layouts import Source
     from sglang_reshard.selftest.trainer import Trainer
 
     model = Trainer(tiny_model.config(ranks, ranks), Source(tp=ranks)).model

@@ -48,7 +48,7 @@ WRONG: dict[str, list[tuple[str, str | None, str]]] = {
         ("--source", "tp=x", "NAME=SIZE"),
         ("--source", "fdsp=2", "Did you mean 'fsdp'?"),
         ("--target", "tp=0", "positive"),
-        ("--target", "tp=4,ep=3", "divide tp=4"),
+        ("--target", "tp=4,ep=3", "tp=4 is not divisible by ep=3"),
         ("--model", "no/such/folder", "no/such/folder"),
         ("--routes", "foo", "auto, ipc, p2p, broadcast, nixl"),
         ("--routes", "auto,boardcast", "Did you mean 'broadcast'?"),

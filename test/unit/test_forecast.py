@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from sglang_reshard.cli.layouts import Source
 from sglang_reshard.cli.main import app
 from sglang_reshard.cli.plan.checkpoint import prepare, with_layers
 from sglang_reshard.cli.plan.rank_model import RankModel, buckets_bytes, engine_load
-from sglang_reshard.cli.plan.request import Source, layout_of
+from sglang_reshard.cli.plan.request import layout_of
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.layout.source_layout import Mesh
@@ -33,21 +34,6 @@ QUESTION = ["--source", "tp=4", "--target", "tp=8"]
 
 
 # -- the question
-
-
-@pytest.mark.parametrize(
-    ("text", "source"),
-    [
-        ("tp=4", Source(1, 1, 4)),
-        ("fsdp=64", Source(1, 64, 1)),
-        ("fsdp=8,tp=8", Source(1, 8, 8)),
-        ("hsdp=2x32", Source(2, 32, 1)),
-        ("hsdp=2x4,tp=2", Source(2, 4, 2)),
-    ],
-)
-def test_sources(text, source):
-    assert Source.parse(text) == source
-    assert str(source) == text
 
 
 def test_plotting_without_matplotlib_says_what_to_install(monkeypatch):
@@ -98,12 +84,12 @@ SPECS = [
 
 def placed(source):
     layout = layout_of(SPECS, source)
-    check_layout(layout, source.trainer_ranks)
+    check_layout(layout, source.ranks)
     return {t.name.removeprefix("model.layers.0."): layout.sharding(t) for t in layout.tensors}
 
 
 def test_tensor_parallel_splits_rows_into_a_block_and_columns_out_of_it():
-    dims = {name: sharding.placements[0].dim for name, sharding in placed(Source(tensor_parallel=2)).items()}
+    dims = {name: sharding.placements[0].dim for name, sharding in placed(Source(tp=2)).items()}
     assert [dims[n] for n in ("model.embed_tokens.weight", "self_attn.q_proj.weight", "self_attn.q_proj.bias")] == [
         0
     ] * 3
@@ -113,7 +99,7 @@ def test_tensor_parallel_splits_rows_into_a_block_and_columns_out_of_it():
 
 
 def test_fsdp_splits_what_tensor_parallelism_has_left():
-    of = placed(Source(shards=4, tensor_parallel=2))
+    of = placed(Source(fsdp=4, tp=2))
     mesh = Mesh((4, 2), tuple(range(8)))
     tensor_parallel_first = Mesh((2, 4), (0, 2, 4, 6, 1, 3, 5, 7))
     assert of["self_attn.q_proj.weight"] == (tensor_parallel_first, (Placement(0), Placement(0)))

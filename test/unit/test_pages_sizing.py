@@ -14,7 +14,8 @@ import torch
 
 from benchmark.gpu import recording
 from sglang_reshard.cli.doctor import host
-from sglang_reshard.cli.plan.request import Source, layout_of
+from sglang_reshard.cli.layouts import Source
+from sglang_reshard.cli.plan.request import layout_of
 from sglang_reshard.cli.plan.sizing import Sizing, TrainerSizing, engine_sizing, trainer_sizings
 from sglang_reshard.extras.asynchronous.background import AsyncShardCopy
 from sglang_reshard.landings.shadow import Shadow
@@ -38,7 +39,7 @@ SPECS = [
 
 
 def shards_of(rank: int, ranks: int) -> list[torch.Tensor]:
-    layout = layout_of(SPECS, Source(shards=ranks))
+    layout = layout_of(SPECS, Source(fsdp=ranks))
     found = []
     for spec, shape in zip(SPECS, layout.min_local_shapes(rank), strict=True):
         found.append(torch.zeros(shape if shape is not None else (0,), dtype=getattr(torch, spec.dtype)))
@@ -46,7 +47,7 @@ def shards_of(rank: int, ranks: int) -> list[torch.Tensor]:
 
 
 def of_rank(rank: int, ranks: int) -> TrainerSizing:
-    return trainer_sizings(TensorIndex.of(layout_of(SPECS, Source(shards=ranks))), [0] * ranks)[rank]
+    return trainer_sizings(TensorIndex.of(layout_of(SPECS, Source(fsdp=ranks))), [0] * ranks)[rank]
 
 
 # -- what is computed is what the memory takes

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from sglang_reshard.cli.layouts import StagedTarget, parsed
 from sglang_reshard.cli.plan.checkpoint import prepare
-from sglang_reshard.cli.plan.request import EngineSizes, check_stages, indivisible, start_failure
+from sglang_reshard.cli.plan.request import check_stages, indivisible, start_failure
 from sglang_reshard.errors import Mismatch
 
 SIZES = {
@@ -21,9 +22,13 @@ SIZES = {
 }
 
 
+def engine(text: str) -> StagedTarget:
+    return parsed(text, StagedTarget, "--target")
+
+
 @pytest.mark.parametrize("target", ["tp=1", "tp=2", "tp=8,ep=8", "tp=16", "tp=32,dp=4,ep=2"])
 def test_sizes_that_fit_are_not_named(target: str) -> None:
-    assert list(indivisible(SIZES, EngineSizes.parse(target))) == []
+    assert list(indivisible(SIZES, engine(target))) == []
 
 
 @pytest.mark.parametrize(
@@ -41,7 +46,7 @@ def test_sizes_that_fit_are_not_named(target: str) -> None:
 )
 def test_sizes_that_do_not_fit_are_named(target: str, named: list[str]) -> None:
     sizes = SIZES | ({"intermediate_size": 12200} if "256" in target else {})
-    found = list(indivisible({"text_config": sizes}, EngineSizes.parse(target)))
+    found = list(indivisible({"text_config": sizes}, engine(target)))
     assert len(found) == len(named)
     assert all(text.startswith(start) for text, start in zip(found, named, strict=True))
 
@@ -52,17 +57,17 @@ def test_an_assertion_without_a_message_is_told_with_its_statement() -> None:
         assert config["num_attention_heads"] % 64 == 0
     except AssertionError as error:
         error.args = ()  # pytest gives it one
-        told = start_failure(error, config, EngineSizes.parse("tp=64"), "m")
+        told = start_failure(error, config, engine("tp=64"), "m")
     assert 'assert config["num_attention_heads"] % 64 == 0` at `test_plan_sizes.py:' in told
     assert "; m has num_attention_heads=32, which is not divisible by tp=64" in told
 
 
 def test_other_errors_are_told_as_they_are() -> None:
-    assert start_failure(KeyError("q"), SIZES, EngineSizes.parse("tp=64"), "m") == "KeyError: 'q'"
+    assert start_failure(KeyError("q"), SIZES, engine("tp=64"), "m") == "KeyError: 'q'"
 
 
 def test_every_stage_needs_a_layer(tmp_path) -> None:
     config = json.loads((prepare("qwen3-8b", 4, tmp_path) / "config.json").read_text())
-    check_stages(config, EngineSizes.parse("tp=2,pp=4"), "qwen3-8b")
+    check_stages(config, engine("tp=2,pp=4"), "qwen3-8b")
     with pytest.raises(Mismatch, match="qwen3-8b has 4 layers, and pp=5 needs a layer for each pipeline stage"):
-        check_stages(config, EngineSizes.parse("tp=2,pp=5"), "qwen3-8b")
+        check_stages(config, engine("tp=2,pp=5"), "qwen3-8b")

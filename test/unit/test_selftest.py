@@ -13,12 +13,12 @@ import psutil
 import pytest
 from rich.console import Console
 
+from sglang_reshard.cli.layouts import Source, StagedTarget, Target, parsed
 from sglang_reshard.errors import DeadlineExceeded, ReshardError, Unsupported
 from sglang_reshard.selftest import children, tiny_model
 from sglang_reshard.selftest.choice import GIB, Wanted, needed_bytes, runs
 from sglang_reshard.selftest.events import EventReader, EventWriter, Finished, Row, Started
 from sglang_reshard.selftest.host import Host
-from sglang_reshard.selftest.layouts import Source, Target, parsed
 from sglang_reshard.selftest.reference import Distance
 from sglang_reshard.selftest.table import advice, all_right, print_result
 from sglang_reshard.selftest.verl_steps import judged
@@ -81,8 +81,11 @@ def test_too_many_ranks_are_refused_with_a_layout_that_fits() -> None:
 
 def test_layouts_are_read_as_they_are_written() -> None:
     for text in ("replicas=2,fsdp=4", "fsdp=4,tp=2", "tp=8"):
-        assert str(parsed(text, Source)) == text
-    assert parsed("tp=8,ep=4,dp=2", Target) == Target(tp=8, ep=4, dp=2)
+        assert str(parsed(text, Source, "--source")) == text
+    assert parsed("hsdp=2x4,tp=2", Source, "--source") == Source(replicas=2, fsdp=4, tp=2)
+    for text in ("tp=8,ep=4,dp=2", "tp=1,pp=2"):
+        assert str(parsed(text, StagedTarget, "--target")) == text
+    assert parsed("tp=8,ep=4,dp=2", Target, "--target") == Target(tp=8, ep=4, dp=2)
     assert Target(tp=8, dp=2).arguments["enable_dp_attention"]
 
 

@@ -78,15 +78,15 @@ def selftest(
     It measures them, too. Without options it chooses what fits on the GPUs, or on the CPU: the most important first.
     Ends with a table, what to set on this host, and a line of JSON.
     """
+    from sglang_reshard.cli.layouts import Source, Target, parsed
     from sglang_reshard.selftest import launcher, spanning
     from sglang_reshard.selftest.choice import Wanted
-    from sglang_reshard.selftest.layouts import Source, Target, parsed
 
     if verl:
         raise typer.Exit(launcher.selftest_of_verl(minutes))
     wanted = Wanted(
-        source=parsed(source, Source) if source else None,
-        target=parsed(target, Target) if target else None,
+        source=parsed(source, Source, "--source") if source else None,
+        target=parsed(target, Target, "--target") if target else None,
         model=model,
         routes=tuple(routes.split(",")),
     )

@@ -4,7 +4,6 @@
      └─ each run    trainer ranks (`rank`); the first one starts a real SGLang engine, and all take the steps of `steps`
 
 choice   the runs of a host, the most important first
-layouts  how a trainer is sharded, and how an engine is
 models   the model's configuration
 trainer  one trainer rank's weights: they change by gradient steps
 steps    the steps of a run, and its judges: SGLang, transformers and torch

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from sglang_reshard.cli.layouts import Source, Target
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.selftest.host import Host
 from sglang_reshard.selftest.job import Run
-from sglang_reshard.selftest.layouts import Source, Target
 from sglang_reshard.selftest.models import TINY, TINY_MOE
 
 GIB = 1 << 30

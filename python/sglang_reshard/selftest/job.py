@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sglang_reshard.selftest.layouts import Source, Target
+from sglang_reshard.cli.layouts import Source, Target
 
 
 class Run(msgspec.Struct, frozen=True):

@@ -33,7 +33,7 @@ def selftest(wanted: Wanted, minutes: float) -> int:
     host = Host.here()
     chosen = runs(host, wanted)
     models.check(wanted.model)
-    _check_installed()
+    _check_installed("engine")
     ends_at = time.time() + minutes * 60
 
     def take(rows: list[Row], logs: Path, shown: Console) -> None:
@@ -48,8 +48,7 @@ def selftest(wanted: Wanted, minutes: float) -> int:
 
 def selftest_of_verl(minutes: float) -> int:
     """Returns the exit status of `verl_steps`. Raises Unsupported where verl or SGLang is not installed."""
-    verl_steps.check_installed()
-    _check_installed()
+    _check_installed("engine,verl", "verl")
     host, deadline = Host.here(), time.monotonic() + minutes * 60
 
     def take(rows: list[Row], logs: Path, shown: Console) -> None:
@@ -121,10 +120,10 @@ def _rows(run: Run, logs: Path, ends_at: float, shown: Console) -> list[Row]:
     return found
 
 
-def _check_installed() -> None:
-    missing = [name for name in ("sglang", "transformers") if importlib.util.find_spec(name) is None]
+def _check_installed(extras: str, *others: str) -> None:
+    missing = [name for name in (*others, "sglang", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
-        raise Unsupported(f"{' and '.join(missing)} not installed: pip install 'sglang-reshard[engine]'")
+        raise Unsupported(f"{' and '.join(missing)} not installed: pip install 'sglang-reshard[{extras}]'")
 
 
 def _model_types(run: Run) -> tuple[str, ...]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_reshard.cli.layouts import Source, Target
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.selftest import tiny_model
-from sglang_reshard.selftest.layouts import Source, Target, common_multiple
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -51,7 +51,7 @@ def save(model: str, folder: Path, source: Source, target: Target) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     if model == TINY:
-        tiny_model.config(common_multiple(source, target), target.tp).save_pretrained(folder)
+        tiny_model.config(source.tp, target.tp).save_pretrained(folder)
     elif model == TINY_MOE:
         _tiny_moe(target).save_pretrained(folder)
     elif model in _PRESETS:

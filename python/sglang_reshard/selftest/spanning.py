@@ -26,6 +26,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from sglang_reshard.api.remote_engine import RemoteEngine
+from sglang_reshard.cli.layouts import Source, Target
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.selftest import children, engines, models
 from sglang_reshard.selftest.choice import ROUTES, Wanted
@@ -33,7 +34,6 @@ from sglang_reshard.selftest.environment import environment
 from sglang_reshard.selftest.events import EventReader, Row
 from sglang_reshard.selftest.host import Host
 from sglang_reshard.selftest.job import Job, Run
-from sglang_reshard.selftest.layouts import Source, Target
 from sglang_reshard.selftest.progress import Progress
 from sglang_reshard.selftest.steps import Steps
 from sglang_reshard.selftest.table import conclude

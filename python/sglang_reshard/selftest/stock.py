@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing import reductions
 
 from sglang_reshard.errors import EngineRefused
+from sglang_reshard.testing import cpu_host
 
 
 def load(engine: Any, checkpoint: Path) -> None:
@@ -37,9 +37,7 @@ def prepare() -> None:
     """
     if torch.cuda.is_available():
         return
-    # Its patch for CUDA handles indexes what a CPU tensor has not; it is skipped where it seems done.
-    vars(reductions).setdefault("_reduce_tensor_original", reductions.reduce_tensor)
-    vars(reductions).setdefault("_rebuild_cuda_tensor_original", reductions.rebuild_cuda_tensor)
+    cpu_host.leave_reductions_alone()
     # Descriptors are handed over to who has the key; by default those are a process and its children.
     multiprocessing.current_process().authkey = b"one key for all trainer ranks"
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -21,9 +21,9 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from sglang_reshard.cli.layouts import Source
 from sglang_reshard.selftest import stock
 from sglang_reshard.selftest.job import Run
-from sglang_reshard.selftest.layouts import Source
 
 # One step has to change what the model says, visibly.
 LEARNING_RATE = 2e-3

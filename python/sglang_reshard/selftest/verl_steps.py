@@ -5,7 +5,6 @@ The rollout has the trainer's weights while both agree on the probabilities of t
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import statistics
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_reshard.errors import ReshardError, Unsupported
+from sglang_reshard.errors import ReshardError
 from sglang_reshard.selftest import children, verl_run
 from sglang_reshard.selftest.events import Row
 from sglang_reshard.selftest.host import Host
@@ -35,12 +34,6 @@ _LEAST_CORRELATION = 0.99
 _MOST_GROWTH = 1.02  # of the peak memory from the second step on
 # Larger than usual, so that a step that never reached the rollout shows; four answers teach more often than two.
 _VISIBLE = ("actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.rollout.n=4")
-
-
-def check_installed() -> None:
-    """Raises Unsupported without verl."""
-    if importlib.util.find_spec("verl") is None:
-        raise Unsupported("verl is not installed: pip install 'sglang-reshard[engine,verl]'")
 
 
 def take(

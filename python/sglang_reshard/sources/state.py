@@ -81,7 +81,7 @@ def describe(
     Raises Unsupported for placements, dtypes and tensors that cannot be sent, and Mismatch if a local tensor does not
     fit its sharding; both name the tensor and the trainer rank.
     """
-    reader, tables, rename = TensorReader(trainer_rank, global_ranks, partial), _LayoutTables(), rename or Renaming()
+    reader, tables, rename = TensorReader(trainer_rank, global_ranks, partial), LayoutTables(), rename or Renaming()
     tensors, shards, ignored = [], [], []
     inputs: list[torch.Tensor | None] = []
     passed: dict[str, str] = {}  # the name of each checkpoint tensor -> the name it was passed under
@@ -157,7 +157,7 @@ def tied_names(layout: SourceLayout, shards: Sequence[torch.Tensor]) -> dict[str
     return tied
 
 
-class _LayoutTables:
+class LayoutTables:
     """Collects the meshes, placements and explicit shard maps of a layout."""
 
     def __init__(self) -> None:

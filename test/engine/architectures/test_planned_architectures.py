@@ -10,9 +10,10 @@ import pytest
 
 from examination import built
 from rank_jobs import run_jobs
+from sglang_reshard.cli.layouts import Source, StagedTarget
 from sglang_reshard.cli.plan.checkpoint import specs_of
 from sglang_reshard.cli.plan.rank_model import Refusal, model_rank
-from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source, layout_of
+from sglang_reshard.cli.plan.request import PlanRequest, layout_of
 from sglang_reshard.cli.plan.worker_process import run_in_forks
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.trace.program import Program
@@ -38,7 +39,7 @@ def _fresh(run: dict[str, Any]) -> bool:
 
 
 def request_of(folder: str) -> PlanRequest:
-    return PlanRequest(model="tiny", folder=folder, source=Source(shards=2), target=EngineSizes(tp=TP))
+    return PlanRequest(model="tiny", folder=folder, source=Source(fsdp=2), target=StagedTarget(tp=TP))
 
 
 def planned(folder: str) -> tuple[Any, ...] | str:

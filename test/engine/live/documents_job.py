@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from sglang_reshard import ModuleReceiver, ModuleSender, Probe, RemoteEngine, ReshardPlan, VerlEngine, WeightSender
-from sglang_reshard.selftest.layouts import Source
+from sglang_reshard.cli.layouts import Source
 from sglang_reshard.selftest.trainer import Trainer
 from support.typed_blocks import ASSUMED, ELSEWHERE, names_used
 

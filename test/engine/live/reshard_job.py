@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmark.reference import greedy_tokens
 from sglang_reshard import VerlEngine
+from sglang_reshard.cli.layouts import Source
 from sglang_reshard.selftest import text, tiny_model
-from sglang_reshard.selftest.layouts import Source
 from sglang_reshard.selftest.trainer import Trainer
 from support.live_engines import PROMPTS, greedy, live_digests, live_engine
 from support.refusals import refusal_of

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from benchmark.reference import greedy_tokens
 from sglang_reshard import SnapshotFollower, Snapshots, VerlEngine, WeightSender
 from sglang_reshard.api.remote_engine import RemoteEngine
+from sglang_reshard.cli.layouts import Source
 from sglang_reshard.routes.p2p.trainer import P2pSender
 from sglang_reshard.selftest import text, tiny_model
-from sglang_reshard.selftest.layouts import Source
 from sglang_reshard.selftest.trainer import Trainer
 from support.live_engines import greedy, live_engine
 from support.refusals import refusal_of

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from sglang_reshard import WeightSender
+from sglang_reshard.cli.layouts import Source
 from sglang_reshard.patches.draft_models import OWN
 from sglang_reshard.selftest import tiny_model
 from sglang_reshard.selftest.digests import digests
-from sglang_reshard.selftest.layouts import Source
 from sglang_reshard.selftest.trainer import Trainer
 from support.checkpoints import DRAFT, write_checkpoint
 from support.live_engines import WITHOUT_PLUGIN, stock_engine

@@ -19,10 +19,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from sglang_reshard import Probe, WeightSender, __version__
+from sglang_reshard.cli.layouts import Source
 from sglang_reshard.extras.probe import module_logprobs
 from sglang_reshard.observability.probe_report import OUTCOMES
 from sglang_reshard.selftest import tiny_model
-from sglang_reshard.selftest.layouts import Source
 from sglang_reshard.selftest.trainer import Trainer
 from sglang_reshard.testing import cpu_host
 from support.collector import Collector, collecting

@@ -18,13 +18,13 @@ import torch
 
 from benchmark.reference import greedy_tokens
 from sglang_reshard import MultiEngineSender, RemoteEngine
+from sglang_reshard.cli.layouts import Source
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.patches.launch import without_torchrun_variables
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.selftest import tiny_model
 from sglang_reshard.selftest.children import free_port
 from sglang_reshard.selftest.digests import LOADER, read_live_digests
-from sglang_reshard.selftest.layouts import Source
 from sglang_reshard.selftest.trainer import Trainer
 from sglang_reshard.testing import cpu_host
 from support import nixl_env

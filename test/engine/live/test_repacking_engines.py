@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard import Snapshots, WeightSender
+from sglang_reshard.cli.layouts import Source
 from sglang_reshard.selftest import tiny_model
 from sglang_reshard.selftest.digests import read_live_digests
-from sglang_reshard.selftest.layouts import Source
 from sglang_reshard.selftest.trainer import Trainer
 from support.live_engines import stock_engine
 from support.trainers import run_trainers

@@ -15,22 +15,23 @@ from rich.console import Console
 
 from pair_host import PairHost
 from pairs import Pair, Placing
+from sglang_reshard.cli.layouts import Source, StagedTarget
 from sglang_reshard.cli.plan.checkpoint import prepare
 from sglang_reshard.cli.plan.command import make_plan
 from sglang_reshard.cli.plan.figures import Forecast
-from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source
+from sglang_reshard.cli.plan.request import PlanRequest
 from support.nixl_env import needs_nixl
 
 pytestmark = [pytest.mark.engine]
 
-FSDP, HSDP = Source(shards=3), Source(copies=2, shards=2)
+FSDP, HSDP = Source(fsdp=3), Source(replicas=2, fsdp=2)
 # (mesh, placing of every tensor): what the words of a source mean, in those of a pair.
 MESHES: dict[Source, tuple[tuple[int, ...], Placing]] = {FSDP: ((3,), ("S0",)), HSDP: ((2, 2), ("R", "S0"))}
 CASES = [
-    ("dense", FSDP, EngineSizes(2), "p2p", 4096),
-    ("experts", HSDP, EngineSizes(4, ep=2), "broadcast", 1 << 20),
-    ("latent", FSDP, EngineSizes(2), "auto", 512),
-    pytest.param("experts", FSDP, EngineSizes(2), "nixl", 4096, marks=needs_nixl),
+    ("dense", FSDP, StagedTarget(2), "p2p", 4096),
+    ("experts", HSDP, StagedTarget(4, ep=2), "broadcast", 1 << 20),
+    ("latent", FSDP, StagedTarget(2), "auto", 512),
+    pytest.param("experts", FSDP, StagedTarget(2), "nixl", 4096, marks=needs_nixl),
 ]
 
 
@@ -52,7 +53,7 @@ def test_an_update_is_as_it_was_forecast(
     tmp_path: Path,
     model: str,
     source: Source,
-    target: EngineSizes,
+    target: StagedTarget,
     transport: str,
     bucket_bytes: int,
 ) -> None:

@@ -13,11 +13,12 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sglang_reshard.cli.layouts import Source, StagedTarget, parsed
 from sglang_reshard.cli.outcome import DONE, REFUSED
 from sglang_reshard.cli.plan import worker_process
 from sglang_reshard.cli.plan.checkpoint import CONFIG, prepare
 from sglang_reshard.cli.plan.figures import Forecast
-from sglang_reshard.cli.plan.request import EngineSizes, PlanRequest, Source, check_stages
+from sglang_reshard.cli.plan.request import PlanRequest, check_stages
 from sglang_reshard.cli.plan.table import draw, print_forecast
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.nearest import nearest
@@ -35,10 +36,10 @@ def run(model: str, source: str, target: str, *, as_json: bool, plot: Path | Non
     if plot is not None:
         _check_plotting(plot)
     with tempfile.TemporaryDirectory(prefix="sglang-reshard-plan-") as folder:
-        sides: dict[str, Any] = {"source": Source.parse(source), "target": EngineSizes.parse(target)}
+        trainer, engine = parsed(source, Source, "--source"), parsed(target, StagedTarget, "--target")
         found = prepare(model, options["layers"], Path(folder))
-        check_stages(json.loads((found / CONFIG).read_text()), sides["target"], model)
-        request = PlanRequest(model=model, folder=str(found.resolve()), **sides, **options)
+        check_stages(json.loads((found / CONFIG).read_text()), engine, model)
+        request = PlanRequest(model=model, folder=str(found.resolve()), source=trainer, target=engine, **options)
         forecast = make_plan(request, Console(stderr=True))
         # The temporary folder is gone by the time anybody reads this.
         forecast = msgspec.structs.replace(forecast, question=msgspec.structs.replace(request, folder=model))

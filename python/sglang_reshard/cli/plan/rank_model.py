@@ -78,7 +78,7 @@ def model_rank(request: PlanRequest, index: TensorIndex, engine_rank: int) -> Ra
     except ReshardError as error:
         return Refusal("prepare", str(error))
     host, device = request.engine_hosts[engine_rank], request.engine_devices[engine_rank]
-    ranks = request.target.engine_ranks
+    ranks = request.target.ranks
     location = RankLocation(engine_rank, ranks, host, request.trainer_hosts, device, request.trainer_devices)
     reads = plan_reads(index, program.copies, location)
     targets = {name: torch.empty(t.numel(), dtype=t.dtype, device="meta") for name, t in program.targets.items()}

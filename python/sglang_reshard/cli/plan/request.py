@@ -1,9 +1,8 @@
-"""The request, parsed from command line options: model, trainer and engine sizes, and the layout that these mean."""
+"""The request: model, trainer and engine sizes, and the layout that these mean."""
 
 from __future__ import annotations
 
 import linecache
-import math
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,13 +10,14 @@ from typing import Any
 
 import msgspec
 
+from sglang_reshard.cli.layouts import Source, StagedTarget
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor, in_order_of_strides
 from sglang_reshard.protocol.validation import check_transport
+from sglang_reshard.sources.state import LayoutTables
 
-_MAX_RANKS = 1 << 16  # of either side
 _VOCABULARY_PADDING = 64  # SGLang rounds the vocabulary up to this before it divides it
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -26,70 +26,6 @@ _KV_HEADS, _VOCABULARY = "num_key_value_heads", "vocab_size"
 # columns, and norms, routers and biases of the latter are whole on every rank.
 _LEADS_OUT = re.compile(r"(^|\.)(o_proj|out_proj|wo|down_proj|w2|c_proj|dense|dense_4h_to_h|fc2)\.")
 _WHOLE = re.compile(r"(^|\.)(gate|router|\w*norm\w*|ln_\w+)\.|e_score_correction_bias")
-
-
-class Source(msgspec.Struct, frozen=True):
-    """The trainer's device mesh, outermost dimension first: replicas, FSDP2 shards, tensor parallel shards."""
-
-    copies: int = 1
-    shards: int = 1
-    tensor_parallel: int = 1
-
-    @property
-    def trainer_ranks(self) -> int:
-        return math.prod((self.copies, self.shards, self.tensor_parallel))
-
-    def __str__(self) -> str:
-        fsdp = f"hsdp={self.copies}x{self.shards}" if self.copies > 1 else f"fsdp={self.shards}"
-        parts = [fsdp] if self.copies * self.shards > 1 else []
-        return ",".join(parts + ([f"tp={self.tensor_parallel}"] if self.tensor_parallel > 1 or not parts else []))
-
-    @classmethod
-    def parse(cls, text: str) -> Source:
-        """Parses "tp=4", "fsdp=64", "fsdp=8,tp=8" or "hsdp=2x32". Raises Mismatch."""
-        known = "tp=4, fsdp=64, fsdp=8,tp=8 or hsdp=2x32"
-        sizes = _sizes(text, "--source", known, {"tp", "fsdp", "hsdp"})
-        if "fsdp" in sizes and "hsdp" in sizes:
-            raise Mismatch(f"--source {text}: fsdp and hsdp exclude each other; hsdp=2x32 is fsdp=32 with 2 replicas")
-        copies, _, shards = sizes.get("hsdp", "1x1").partition("x")
-        if not shards:
-            raise Mismatch(f"--source {text}: hsdp takes replicas x shards, for example hsdp=2x32")
-        found = cls(
-            _count(copies, "--source", text),
-            _count(sizes.get("fsdp", shards), "--source", text),
-            _count(sizes.get("tp", "1"), "--source", text),
-        )
-        _check_ranks(found.trainer_ranks, "--source", text)
-        return found
-
-
-class EngineSizes(msgspec.Struct, frozen=True):
-    """The engine's parallel sizes, named as SGLang's arguments; `dp` is the size of dp-attention."""
-
-    tp: int
-    ep: int = 1
-    dp: int = 1
-    pp: int = 1
-
-    @property
-    def engine_ranks(self) -> int:
-        """Those of dp-attention are tensor parallel ranks."""
-        return self.pp * self.tp
-
-    def __str__(self) -> str:
-        others = (("ep", self.ep), ("dp", self.dp), ("pp", self.pp))
-        return ",".join([f"tp={self.tp}"] + [f"{name}={size}" for name, size in others if size > 1])
-
-    @classmethod
-    def parse(cls, text: str) -> EngineSizes:
-        """Parses "tp=16", "tp=16,ep=16", "tp=16,ep=16,dp=16" or "tp=8,pp=2". Raises Mismatch."""
-        sizes = _sizes(text, "--target", "tp=16, or tp=16,ep=16,dp=16, or tp=8,pp=2", {"tp", "ep", "dp", "pp"})
-        found = cls(**{"tp": 1} | {name: _count(size, "--target", text) for name, size in sizes.items()})
-        for name, meaning in (("ep", "expert parallel groups"), ("dp", "groups of dp-attention")):
-            if found.tp % (size := getattr(found, name)):
-                raise Mismatch(f"--target {text}: tp={found.tp} is not divisible by {name}={size}, the {meaning}")
-        _check_ranks(found.engine_ranks, "--target", text)
-        return found
 
 
 class PlanRequest(msgspec.Struct, frozen=True):
@@ -108,7 +44,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
     model: str
     folder: str
     source: Source
-    target: EngineSizes
+    target: StagedTarget
     layers: int = 0
     device: str = "cuda"
     ranks_per_host: int = 8
@@ -127,13 +63,13 @@ class PlanRequest(msgspec.Struct, frozen=True):
     def trainer_hosts(self) -> tuple[str, ...]:
         """The host of each trainer rank."""
         name = "host" if self.colocated else "trainer host"
-        return tuple(f"{name} {rank // self.ranks_per_host}" for rank in range(self.source.trainer_ranks))
+        return tuple(f"{name} {rank // self.ranks_per_host}" for rank in range(self.source.ranks))
 
     @property
     def engine_hosts(self) -> tuple[str, ...]:
         """The host of each engine rank."""
         name = "host" if self.colocated else "engine host"
-        return tuple(f"{name} {rank // self.ranks_per_host}" for rank in range(self.target.engine_ranks))
+        return tuple(f"{name} {rank // self.ranks_per_host}" for rank in range(self.target.ranks))
 
     @property
     def trainer_devices(self) -> tuple[RankGpuInfo, ...]:
@@ -151,28 +87,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
         return tuple(RankGpuInfo(f"GPU {rank % self.ranks_per_host} of {host}") for rank, host in enumerate(hosts))
 
 
-def _sizes(text: str, option: str, examples: str, known: set[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for part in text.split(","):
-        name, _, size = part.strip().partition("=")
-        if name not in known or not size or name in found:
-            raise Mismatch(f"{option} {text}: cannot parse {part.strip()!r}; expected {examples}")
-        found[name] = size
-    return found
-
-
-def _check_ranks(ranks: int, option: str, text: str) -> None:
-    if ranks > _MAX_RANKS:
-        raise Mismatch(f"{option} {text}: these are {ranks:,} ranks, of at most {_MAX_RANKS:,}")
-
-
-def _count(size: str, option: str, text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,5}", size):
-        raise Mismatch(f"{option} {text}: {size!r} is not a number of ranks")
-    return int(size)
-
-
-def check_stages(config: Mapping[str, Any], target: EngineSizes, model: str) -> None:
+def check_stages(config: Mapping[str, Any], target: StagedTarget, model: str) -> None:
     """Raises Mismatch if the model has fewer layers than the engine has pipeline stages."""
     layers = _text_config(config).get("num_hidden_layers")
     if isinstance(layers, int) and target.pp > layers:
@@ -181,14 +96,14 @@ def check_stages(config: Mapping[str, Any], target: EngineSizes, model: str) -> 
         )
 
 
-def start_failure(error: BaseException, config: Mapping[str, Any], target: EngineSizes, model: str) -> str:
+def start_failure(error: BaseException, config: Mapping[str, Any], target: StagedTarget, model: str) -> str:
     """Returns what SGLang failed with, or the assertion if it has no message, and the sizes that may be the cause."""
     text = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} of `{_statement(error)}`"
     reasons = tuple(indivisible(config, target)) if isinstance(error, (AssertionError, ValueError)) else ()
     return f"{text}; {model} has {', and '.join(reasons)}" if reasons else text
 
 
-def indivisible(config: Mapping[str, Any], target: EngineSizes) -> Iterator[str]:
+def indivisible(config: Mapping[str, Any], target: StagedTarget) -> Iterator[str]:
     """Yields each size of the model that is not divisible by the engine's, as "num_attention_heads=32, which ..."."""
     sizes, tp = _text_config(config), f"tp={target.tp}"
     attention, experts = target.tp // target.dp, target.tp // target.ep
@@ -235,27 +150,23 @@ def layout_of(specs: Sequence[TensorSpec], source: Source) -> SourceLayout:
 
     FSDP2 splits dimension 0, after tensor parallelism has; a tensor without dimensions is whole on every rank.
     """
-    shape = tuple(n for n in (source.copies, source.shards, source.tensor_parallel) if n > 1) or (1,)
-    mesh = Mesh(shape, tuple(range(source.trainer_ranks)))
-    meshes: dict[Mesh, int] = {}
-    placements: dict[tuple[Placement, ...], int] = {}
-    tensors = []
-    for spec in specs:
-        sharding = in_order_of_strides(mesh, _placements(spec, source))
-        number = meshes.setdefault(sharding.mesh, len(meshes))
-        placed = placements.setdefault(sharding.placements, len(placements))
-        tensors.append(SourceTensor(spec.name, spec.shape, spec.dtype, number, placed))
-    return SourceLayout(source.trainer_ranks, tuple(meshes), tuple(placements), tuple(tensors))
+    shape = tuple(n for n in (source.replicas, source.fsdp, source.tp) if n > 1) or (1,)
+    mesh, tables = Mesh(shape, tuple(range(source.ranks))), LayoutTables()
+    shardings = ((spec, in_order_of_strides(mesh, _placements(spec, source))) for spec in specs)
+    return tables.layout(
+        source.ranks,
+        [SourceTensor(of.name, of.shape, of.dtype, *tables.indices(sharding)) for of, sharding in shardings],
+    )
 
 
 def _placements(spec: TensorSpec, source: Source) -> tuple[Placement, ...]:
     tensor_dim = _tensor_parallel_dim(spec)
-    found = [Placement()] if source.copies > 1 else []
-    if source.shards > 1:
+    found = [Placement()] if source.replicas > 1 else []
+    if source.fsdp > 1:
         # torch's _StridedShard: the mesh dimension to the right has split this dimension first.
-        after = source.tensor_parallel if tensor_dim == 0 else 1
+        after = source.tp if tensor_dim == 0 else 1
         found.append(Placement(0, after) if spec.shape else Placement())
-    if source.tensor_parallel > 1:
+    if source.tp > 1:
         found.append(Placement(tensor_dim))
     return tuple(found) or (Placement(),)
 

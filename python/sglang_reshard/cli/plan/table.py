@@ -47,8 +47,8 @@ def _head(forecast: Forecast) -> list[str]:
     hosts = "colocated" if asked.colocated else "on separate hosts"
     lines = [
         f"[bold]{escape(asked.model)}[/]{of_layers}: {forecast.tensors:,} tensors, {decimal(forecast.model_bytes)}",
-        f"{asked.source} ({asked.source.trainer_ranks} trainer ranks) -> {asked.target} "
-        f"({asked.target.engine_ranks} engine ranks, {hosts}, {asked.ranks_per_host} ranks per host)",
+        f"{asked.source} ({asked.source.ranks} trainer ranks) -> {asked.target} "
+        f"({asked.target.ranks} engine ranks, {hosts}, {asked.ranks_per_host} ranks per host)",
     ]
     if not forecast.refused:
         lines.append(f"transport [bold]{forecast.transport}[/]: {escape(forecast.transport_reason)}")

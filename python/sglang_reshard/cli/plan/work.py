@@ -63,7 +63,7 @@ def forecast(request: PlanRequest) -> Forecast:
     bare = Forecast(
         question=request, tensors=len(layout.tensors), model_bytes=index.nbytes, layout_pieces=index.num_shards
     )
-    _begin("build, trace and take in", request.target.engine_ranks)
+    _begin("build, trace and take in", request.target.ranks)
     ranks = _engine_ranks(request, index)
     if isinstance(ranks, str):
         return msgspec.structs.replace(bare, refused=(ranks,))
@@ -82,10 +82,10 @@ def forecast(request: PlanRequest) -> Forecast:
         check_unread(unread_tensors(index, demands), (), {})
         strategy = choose(request.transport)
     except ReshardError as error:
-        message = failure_message("plan", range(request.target.engine_ranks), str(error))
+        message = failure_message("plan", range(request.target.ranks), str(error))
         return msgspec.structs.replace(bare, refused=(message,))
     ways = tuple(_way(name, choose, seconds) for name in ROUTES)
-    _begin("cut messages", request.target.engine_ranks)
+    _begin("cut messages", request.target.ranks)
     loads = dict(
         _of_engine_ranks(request, lambda rank: engine_load(index, strategy, rank, ranks[rank], request.bucket_bytes))
     )
@@ -101,7 +101,7 @@ def _begin(step: str, of: int = 1) -> None:
 
 def _of_engine_ranks(request: PlanRequest, work: Callable[[int], T]) -> Iterator[tuple[int, T]]:
     """Yields each engine rank with the result of `work`, from a fork, as they end. Reports each that is done."""
-    ranks, seconds = range(request.target.engine_ranks), request.deadline_seconds
+    ranks, seconds = range(request.target.ranks), request.deadline_seconds
     for found in run_in_forks(work, ranks, processes=request.processes, deadline_seconds=seconds):
         worker_process.report({"done": 1})
         yield found

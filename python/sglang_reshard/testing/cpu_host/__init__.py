@@ -106,6 +106,19 @@ def engine_arguments(**overrides: Any) -> dict[str, Any]:
     return arguments | overrides
 
 
+def leave_reductions_alone() -> None:
+    """Keeps SGLang from patching torch's reductions in this process.
+
+    Before it sends tensors, SGLang replaces the device's index by its UUID in their pickled form, and finds no index in
+    a CPU tensor: "IndexError: tuple index out of range". It does not if these two names are set, which mean that the
+    patch has been applied.
+    """
+    from torch.multiprocessing import reductions
+
+    vars(reductions).setdefault("_reduce_tensor_original", reductions.reduce_tensor)
+    vars(reductions).setdefault("_rebuild_cuda_tensor_original", reductions.rebuild_cuda_tensor)
+
+
 def command_line() -> list[str]:
     """Returns `engine_arguments` as options of `sglang serve` and `python -m sglang.launch_server`."""
     options = []

@@ -17,10 +17,9 @@ from typing import Any
 import psutil
 import torch
 import torch.multiprocessing
-from torch.multiprocessing import reductions
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from sglang_reshard.testing.cpu_host import refuse_gpu
+from sglang_reshard.testing.cpu_host import leave_reductions_alone, refuse_gpu
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -132,17 +131,6 @@ def _name_gloo_once() -> None:
     verl.utils.distributed.initialize_global_process_group_ray = initialize
 
 
-def _leave_reductions_alone() -> None:
-    """Keeps SGLang from patching torch's reductions.
-
-    Before it sends tensors, SGLang replaces the device's index by its UUID in their pickled form, and finds no index in
-    a CPU tensor: "IndexError: tuple index out of range". It does not if these two names are set, which mean that the
-    patch has been applied.
-    """
-    vars(reductions).setdefault("_reduce_tensor_original", reductions.reduce_tensor)
-    vars(reductions).setdefault("_rebuild_cuda_tensor_original", reductions.rebuild_cuda_tensor)
-
-
 def _let_fsdp1_synchronize_on_the_host() -> None:
     """Lets FSDP1 broadcast rank 0's parameters at its start (`sync_module_states`, which verl sets) over gloo.
 
@@ -164,6 +152,6 @@ def _share_by_name() -> None:
 
 refuse_gpu("verl_platform", "Remove it from VERL_USE_EXTERNAL_MODULES, and unset VERL_PLATFORM.")
 _name_gloo_once()
-_leave_reductions_alone()
+leave_reductions_alone()
 _let_fsdp1_synchronize_on_the_host()
 _share_by_name()
