@@ -30,7 +30,11 @@ from sglang_reshard.routes.wire.rounds import Wait, run_rounds
 
 
 class P2pSender:
-    """Sends shards to engine ranks. Keeps its buckets, and the shards, as long as it exists."""
+    """Sends shards to engine ranks.
+
+    sent_bytes   in one update, in the shards' dtypes
+    extra_bytes  of its buckets, held as long as the sender exists; it keeps the shards alive, too
+    """
 
     def __init__(
         self,
@@ -46,7 +50,8 @@ class P2pSender:
         device  of the buckets: that which the communicator's backend sends from
         """
         links = {peer: sent_link(layout, shards, requests[peer], nbytes) for peer, nbytes in round_bytes.items()}
-        self._rounds, _ = build_rounds(links, device, pack=True)
+        self._rounds, self.extra_bytes = build_rounds(links, device, pack=True)
+        self.sent_bytes = sum(link.payload_bytes for link in links.values())
 
     def send(self, communicators: Communicators) -> None:
         """Sends all rounds. Returns when the last has been sent; raises as `PendingOps.wait` does."""
