@@ -12,11 +12,12 @@ from random import Random
 
 import torch
 
-from fuzz.states import shards_of, whole_of
+from fuzz.states import shards_of
 from sglang_reshard.memory.mapping import Handles, MemoryExporter, ShmStorage
 from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.sources import SourceLayout
 from support.drawn import layout_of
+from support.plans import values
 
 SEED = 7
 
@@ -47,7 +48,7 @@ def some_exported(count: int) -> list[Exported]:
         layout = layout_of(random)
         check_layout(layout, layout.trainer_ranks)
         trainer_rank = random.randrange(layout.trainer_ranks)
-        shards = shards_of(layout, whole_of(layout, random), trainer_rank, random)
+        shards = shards_of(layout, values(layout, random.getrandbits(32)), trainer_rank, random)
         handles = MemoryExporter(trainer_rank).export(shards)
         if handles.storages:
             found.append(Exported(layout, trainer_rank, shards, handles))

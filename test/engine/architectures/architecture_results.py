@@ -42,9 +42,6 @@ def collected(architectures: Iterable[list[str]], cases: Iterable[tuple[list[Any
         ranks[name, run][rank] = finding
     for (name, run), by_rank in ranks.items():
         entry = found[name]
-        if len(by_rank) > 1 and (nowhere := set.intersection(*(set(f["unread"]) for f in by_rank.values()))):
-            why = f"no engine rank's loader reads {min(nowhere)}"
-            by_rank = {r: {**f, "outcome": "refused", "why": why, "copies": 0} for r, f in by_rank.items()}
         entry["runs"][run] = {
             "ranks": {str(r): by_rank[r]["outcome"] for r in sorted(by_rank)},
             "copies": {str(r): by_rank[r]["copies"] for r in sorted(by_rank) if by_rank[r]["copies"]},
@@ -52,6 +49,8 @@ def collected(architectures: Iterable[list[str]], cases: Iterable[tuple[list[Any
         worst = max(by_rank.values(), key=lambda f: _WORST_LAST.index(f["outcome"]))
         if worst["why"]:
             entry["runs"][run]["why"] = worst["why"]
+        if len(by_rank) > 1 and (nowhere := set.intersection(*(set(f["unread"]) for f in by_rank.values()))):
+            entry["runs"][run] |= {"together": "refused", "why": f"no engine rank's loader reads {min(nowhere)}"}
         entry["has"] = sorted({*entry["has"], *(h for f in by_rank.values() for h in f["has"])})
     return found
 
@@ -68,7 +67,8 @@ def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def outcome(run: Mapping[str, Any]) -> str:
-    return max(run["ranks"].values(), key=_WORST_LAST.index)
+    """The worst of its engine ranks', or that of all together: each may pass where an update of all is refused."""
+    return max(*run["ranks"].values(), run.get("together", "passed"), key=_WORST_LAST.index)
 
 
 def overall(entry: Mapping[str, Any]) -> str:

@@ -59,7 +59,11 @@ def listed(folder: Folder) -> SnapshotList | None:
 
 def manifest(folder: Folder, name: str, entry: Entry | None = None) -> Snapshot:
     """Returns the manifest in the folder `name`. Raises Mismatch if it is missing, or that of another than `entry`."""
-    return decode_snapshot(_read(folder, name, MANIFEST, MANIFEST_BYTES), folder.where(name, MANIFEST), entry)
+    try:
+        data = _read(folder, name, MANIFEST, MANIFEST_BYTES)
+    except MissingFile as error:  # clients are told errors by class, and this class is not theirs
+        raise Mismatch(str(error)) from None
+    return decode_snapshot(data, folder.where(name, MANIFEST), entry)
 
 
 def entry_of(folder: Folder, name: str) -> Entry | None:
