@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import pytest
 import torch
 from torch import nn
@@ -131,3 +133,22 @@ def test_what_sglang_loads_itself_leaves_no_state_of_the_weights_before():
     layer.load_weights(weights(1))
     executor.written_by_others()
     assert torch.equal(layer(X), of_fresh(deriving.InAttribute, 1))
+
+
+class _Lazy(Mapping[str, nn.Module]):
+    """Makes what it is asked for, as vLLM's registries of activations do."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["gelu"])
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, name: str) -> nn.Module:
+        raise AssertionError("was asked to make an activation")
+
+
+def test_what_makes_its_values_when_it_is_read_is_not_read():
+    model = nn.Linear(2, 2)
+    model.activations = _Lazy()
+    DerivedState(model)

@@ -258,7 +258,7 @@ def parts(value: Any) -> list[tuple[Any, Any]]:
         return []
     if isinstance(value, torch.Tensor):
         return list(getattr(value, "__dict__", {}).items())
-    if isinstance(value, Mapping):
+    if isinstance(value, (MutableMapping, types.MappingProxyType)):  # reading another Mapping may make what it has
         return list(value.items())
     if isinstance(value, (Sequence, Set, deque)):
         return list(enumerate(value)) if not isinstance(value, (bytearray, memoryview, range)) else []

@@ -43,7 +43,8 @@ sglang_reshard.patches.install()
 from sglang.srt.entrypoints.engine import Engine
 hooks = collections.Counter(
     (target, kind.value, hook.__module__, getattr(hook, "__qualname__", ""))
-    for target, all_of_it in HookRegistry._hooks.items() for kind, hook, _ in all_of_it if hook.__module__.startswith("sglang_reshard.")
+    for target, all_of_it in HookRegistry._hooks.items() for kind, hook, _ in all_of_it
+    if hook.__module__.startswith("sglang_reshard.")
 )
 print(json.dumps({
     "version": sglang.__version__,
