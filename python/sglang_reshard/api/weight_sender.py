@@ -230,7 +230,7 @@ class WeightSender(InBackground, UpdateSender):
         return adapter
 
     def lora_adapters(self) -> LoraAdapters:
-        """Opens a session in which an update brings any number of LoRA adapters, all or none, see `LoraAdapters`."""
+        """Opens a session whose updates bring any number of LoRA adapters, all or none, see `LoraAdapters`."""
         from sglang_reshard.extras.lora_adapters import LoraAdapters
 
         self._check_closed("", "lora_adapters was already called")

@@ -102,7 +102,7 @@ class Piece(NamedTuple):
 
 
 class Encodings:
-    """How all messages of a link are encoded.
+    """The encodings of all messages of a link.
 
     encoded      of each message
     index_bytes  of each
@@ -150,7 +150,7 @@ class Encodings:
 
 
 def cut_between(sizes: Sequence[int], begin: int, most: int) -> list[Piece]:
-    """Returns pieces of what messages have of these sizes: of at most `most` bytes, or of one message that has more."""
+    """Returns pieces of at most `most` bytes, or of one message that has more; `sizes` are those of the messages."""
     pieces, first, nbytes = [], 0, 0
     for number, size in enumerate(sizes):
         if nbytes and nbytes + size > most:

@@ -107,7 +107,7 @@ class DeltaSource:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of what was encoded last."""
+        """Returns the bytes of the last encoded messages."""
         return self._encoded.nbytes if self._encoded is not None else 0
 
     @property
