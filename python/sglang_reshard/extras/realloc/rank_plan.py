@@ -86,6 +86,7 @@ class RankPlan:
         self.packed = b""
         self.index: TensorIndex
         self.packed_requests: dict[int, bytes] = {}
+        self._requests: dict[int, SendRequest] = {}
         self._ties: list[dict[str, str]] = []
         self._program: Program
         self._reads: ReadPlan
@@ -120,7 +121,8 @@ class RankPlan:
         self._program = target_program(self.index, self._target, self._rank, strict=strict, tied=self._tied)
         self._reads = plan_target_reads(self.index, self._program, self._rank, [other.host for other in told])
         traffic = {peer: nbytes for peer, (nbytes, _) in self._reads.traffic().items() if peer != self._rank}
-        self.packed_requests = {peer: pack_blob(send_request(self._reads, peer))[1] for peer in traffic}
+        self._requests = {peer: send_request(self._reads, peer) for peer in traffic}
+        self.packed_requests = {peer: pack_blob(request)[1] for peer, request in self._requests.items()}
         sizes = {peer: len(packed) for peer, packed in self.packed_requests.items()}
         return Demand(listed_bits(self.index, self._program), traffic, sizes)
 
@@ -140,11 +142,10 @@ class RankPlan:
         # In the layout's order; those that this rank does not list are empty.
         shards = list(source.within(self.index.layout).shards) if source else [torch.empty(0)] * len(tensors)
         to_peers, from_peers = per_round[self._rank].tolist(), per_round[:, self._rank].tolist()
-        layout, sizes = self.index.layout, {peer: from_peers[peer] for peer in self.packed_requests}
+        layout = self.index.layout
         sends = {peer: sent_link(layout, shards, request, to_peers[peer]) for peer, request in asked.items()}
         views = functools.partial(destination_views, self._program, self._reads)
-        requests = {peer: send_request(self._reads, peer) for peer in sizes}
-        receives = {p: P2pLink.cut(layout, requests[p], nbytes, views(p)) for p, nbytes in sizes.items()}
+        receives = {p: P2pLink.cut(layout, asks, from_peers[p], views(p)) for p, asks in self._requests.items()}
         copied = list(self._copied(shards))
         written = [view for link in receives.values() for views in link.views for view in views]
         written += [destination for destination, _, _ in copied]
