@@ -159,7 +159,7 @@ class UpdateCoordinator:
         if channel.update > 1:  # every rank has published its status, so every rank has read the last results
             channel.delete_update(channel.update - 1)
         statuses = [outcome.result() for outcome in outcomes]
-        check_alike(self._session, [status.layout for status in statuses])
+        check_alike(self._session, [status.layout for status in statuses], self._config.timeout_s)
         return statuses
 
     def _request(

@@ -93,14 +93,14 @@ class Stages:
         return cls(tuple(listed), union(layouts, [distinct.index(digest) for digest in listed]))
 
 
-def check_alike(session: Session, listed: Sequence[str]) -> None:
+def check_alike(session: Session, listed: Sequence[str], timeout_s: float) -> None:
     """Raises Mismatch, naming a tensor, unless all trainer ranks have the same layout.
 
     listed  content hash of each trainer rank's layout, which is in the session
     """
     for rank, digest in enumerate(listed):
         if digest != listed[0]:
-            first, other = (session.get(d, SourceLayout, "the source layout", _FETCH_S) for d in (listed[0], digest))
+            first, other = (session.get(d, SourceLayout, "the source layout", timeout_s) for d in (listed[0], digest))
             raise Mismatch(first_difference(first, other, rank))
 
 

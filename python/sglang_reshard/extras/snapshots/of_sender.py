@@ -296,7 +296,7 @@ class SnapshotWriter:
             told.own = session.put(state.layout)
         if partial:
             return state.within(Stages.of(session, told.of_all).layout)
-        check_alike(session, told.of_all)
+        check_alike(session, told.of_all, self._sender.timeout_s)
         return state
 
     def _phase(self, name: str, kind: Any = None) -> Gathering[Any]:
