@@ -43,6 +43,10 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
 
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
+        return cls(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
     @property
     def numel(self) -> int:
         return math.prod(self.shape)

@@ -64,10 +64,7 @@ def checkpoint_tensors(
                 "FSDP2, or pass the checkpoint tensors as members of a FlatBuffer"
             )
     given = {name: tensor for name, tensor, *_ in rows}
-    specs = [
-        TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in given.items()
-    ]
+    specs = [TensorSpec.of(name, tensor) for name, tensor in given.items()]
     try:
         traced = trace_conversion(convert, specs)
     except Unsupported as error:

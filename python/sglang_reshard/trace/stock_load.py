@@ -159,7 +159,7 @@ class StockLoad:
         """
         names = _names_in_checkpoint(tensors, self._records)
         probes = {
-            name: TensorSpec(name, tuple(tensors[path].shape), str(tensors[path].dtype).removeprefix("torch."))
+            name: TensorSpec.of(name, tensors[path])
             for path, candidates in names.items()
             for name in candidates
             if name not in self._sent

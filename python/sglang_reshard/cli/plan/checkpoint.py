@@ -58,10 +58,9 @@ def _of_config(config: dict[str, Any]) -> Iterator[TensorSpec]:
     if block is not None:
         _mark_quantized(model, config["quantization_config"])
     for name, tensor in _as_saved(model).items():
-        shape = tuple(tensor.shape)
-        yield TensorSpec(name, shape, str(tensor.dtype).removeprefix("torch."))
+        yield TensorSpec.of(name, tensor)
         if block is not None and tensor.dtype == _QUANTIZED:
-            rows, columns = shape
+            rows, columns = tensor.shape
             yield TensorSpec(f"{name}_scale_inv", (-(-rows // block[0]), -(-columns // block[1])), "float32")
 
 
