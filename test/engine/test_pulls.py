@@ -12,13 +12,9 @@ from sglang_reshard.control import ControlServer
 from sglang_reshard.extras.request_mail import MailRoom
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput as Output
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, SharedWeights
+from support.scenarios import until
 
 pytestmark = pytest.mark.engine
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 def pull(engine, url):

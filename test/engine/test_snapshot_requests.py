@@ -8,6 +8,7 @@ import pytest
 
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput as Output
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, StockLoadReq
+from support.scenarios import until
 from support.snapshot_writer import write
 
 pytestmark = pytest.mark.engine
@@ -35,11 +36,6 @@ async def load(engine, asked):
     async with engine.client() as client:
         answer = await client.post("/load_snapshot", json=asked)
     return answer.status_code, answer.json()
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 async def test_it_loads_nothing_earlier_than_it_has_held_unless_that_is_asked_for(engine_class, folder):

@@ -25,7 +25,7 @@ from sglang_reshard.protocol.messages import (
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.testing import cpu_host
 from sglang_reshard.version import PROTOCOL, __version__
-from support.scenarios import run
+from support.scenarios import run, until
 from support.threads import have_ended
 from support.toy import ToyRank, checkpoint
 
@@ -139,7 +139,7 @@ def test_a_share_that_is_not_answered_holds_up_no_update(patches, manager, monke
         assert time.monotonic() - started < 10
         assert not patches.weights_info.of(manager).shares
         if mailbox is not None:
-            assert mailbox.is_lost, "it is told that there will be nothing"
+            await until(lambda: mailbox.is_lost)  # its thread hears that there will be nothing
             await asyncio.to_thread(mailbox.close)
 
     try:

@@ -76,12 +76,14 @@ class Story(Served):
         """Changes the weights, and notes what they say."""
         with torch.no_grad():
             for index, parameter in enumerate(self.trainer.model.parameters()):
-                torch.manual_seed(index)
+                torch.manual_seed(1000 * len(self.says) + index)  # another direction, or tokens stay the same
                 local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
                 local.add_(0.05 * len(self.says) * torch.randn(local.shape[-1]))
         self.trainer.save_checkpoint(self.folder / version)
         dist.barrier()
-        self.says[version], _ = greedy_tokens(self.folder / version, PROMPTS, text.NEW_TOKENS, "float32")
+        tokens, _ = greedy_tokens(self.folder / version, PROMPTS, text.NEW_TOKENS, "float32")
+        assert tokens not in self.says.values(), "two versions that say the same show nothing"
+        self.says[version] = tokens
 
     def update(self, version: str, cut_s: float | None = None, **options: Any) -> str:
         """Returns what the trainer was told, and overwrites its weights as the next training step does."""
