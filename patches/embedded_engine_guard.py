@@ -39,7 +39,7 @@ T = TypeVar("T")
 _PROCESSES = "_reshard_processes"  # on the engine
 _POLL_S = 0.5
 _CANCEL_S = 1.0  # for a cancelled call to release its locks
-_LAST_THREADS_S = 1.0  # a killed process has no exit code until all its threads have ended
+_LAST_THREADS_S = 5.0  # a killed process has no exit code until all its threads have ended
 
 _watched: WeakSet[Engine] = WeakSet()
 

@@ -3,6 +3,7 @@
 Hosts are namespaces. At the default deadline of 300 s, which must not matter.
 """
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -141,3 +142,17 @@ def test_packets_come_late_and_not_all(transport, tmp_path, case):
         failure, values = job.until("told-receive", _START_S).split(" ", 1)[1].rsplit("\n", 1)
         assert (failure, values) == ("nothing", "2")
         row.outcome = "new weights"
+
+
+@pytest.mark.sweep
+def test_idle_connections_outlive_lost_packets(tmp_path):
+    """Probes of keepalive are lost like other packets."""
+    with laboratory(2, delay_s=0.1, loss=0.1, names_lead_to_loopback=False) as hosts:
+        roles = zip(("serve", "keep"), hosts, strict=True)
+        command = [sys.executable, TEST / "support" / "idle_links.py"]
+        ends = [
+            host.run([*command, role, tmp_path, hosts[0].address], env=paths({}), stdout=subprocess.PIPE, text=True)
+            for role, host in roles
+        ]
+        said = [end.communicate(timeout=180)[0] for end in ends]
+    assert said == ["", "[]\n"]

@@ -120,10 +120,11 @@ def _serve(rank: int, size: int, requests: Any) -> list[tuple[float, bool]]:
 
 def test_the_sum_of_all_waits_is_bounded() -> None:
     trainers, engines = run_world(2, 2, _train_and_hang, _serve, deadline_s=60)
-    for _, message in trainers:
+    for seconds, message in trainers:
+        assert seconds >= LIMIT_S
         assert f"did not end within {LIMIT_S} s, the engine's limit ({MAX_UPDATE})" in message
     for ((seconds, torn),) in engines:
-        assert LIMIT_S <= seconds < MOST_S
+        assert seconds < MOST_S
         assert not torn
 
 

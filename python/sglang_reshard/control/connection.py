@@ -56,7 +56,7 @@ _RETRY_S = 0.1
 
 LOOK_S = 1.0  # how often to look at `silence`
 _SILENT_S = 7.0
-_KEEPALIVE_S = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 2}
+_KEEPALIVE_S = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 7}  # several probes, as any may be lost
 # struct tcp_info of Linux: 8 bytes of flags, then unsigned integers, among them segments that are not acknowledged, and
 # milliseconds since the last acknowledgement.
 _TCP_INFO = struct.Struct("=8x13I")
