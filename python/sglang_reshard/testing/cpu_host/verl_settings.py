@@ -35,16 +35,13 @@ def environment(tp_size: int) -> dict[str, str]:
     }
 
 
-def overrides(*, num_cpus: int = 32) -> list[str]:
-    """Returns the hydra overrides that verl.trainer.main_ppo needs on a CPU host, for any model.
-
-    num_cpus  Ray's number of CPUs; verl reserves several per worker, and waits silently if there are too few
-    """
+def overrides() -> list[str]:
+    """Returns the hydra overrides that verl.trainer.main_ppo needs on a CPU host, for any model."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     engine_kwargs = engine_arguments(enable_memory_saver=False)
     return [
         "trainer.device=cpu",
-        f"ray_kwargs.ray_init.num_cpus={num_cpus}",
+        "ray_kwargs.ray_init.num_cpus=32",  # verl reserves several per worker, and waits silently for more
         "actor_rollout_ref.model.use_remove_padding=False",  # needs flash attention
         "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
         f"{actor}.strategy=fsdp2",
