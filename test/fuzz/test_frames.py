@@ -104,7 +104,8 @@ def served():
     server.refusals.setLevel(logging.ERROR)
     for logger in loggers:
         logger.addHandler(broken)
-    control_server = ControlServer.open(stored_bytes=1 << 24)
+    control_server = ControlServer.open()
+    control_server.quota._max_bytes = 1 << 24
     with ControlClient(control_server.address, SOON_S) as client:
         yield control_server, client
     control_server.close()

@@ -19,7 +19,7 @@ def session():
 def test_ranks_that_publish_the_same_delete_their_own_only(session):
     digest = session.put(NAMES, handles_key(0))
     assert session.put(NAMES, handles_key(1)) == digest
-    session.delete(handles_key(0, digest))
+    session.client.delete_keys([handles_key(0, digest)])
     assert session.get(handles_key(1, digest), tuple[str, ...], WHAT, 1) == NAMES
     with pytest.raises(DeadlineExceeded):
         session.get(handles_key(0, digest), tuple[str, ...], WHAT, 0)
@@ -34,9 +34,3 @@ def test_an_error_says_what_and_whose_it_is(session):
     session.put(NAMES[:1], digest, hashed=False)
     with pytest.raises(Mismatch, match=rf"^{WHAT} does not match its content hash .*: .* Start a new session"):
         session.get(digest, tuple[str, ...], WHAT, 1)
-
-
-def test_the_wait_is_that_of_the_session_if_none_is_given(session):
-    joined = Session.join(session.address, timeout_s=0.2, connect_s=10)
-    with pytest.raises(DeadlineExceeded, match="within 0 s"):
-        joined.get("f" * 64, str, WHAT)

@@ -15,7 +15,7 @@ from sglang_reshard.control.connection import (
     ANSWER_BYTES,
     MAGIC,
     MAX_FRAME_BYTES,
-    OPENING_BYTES,
+    NONCE_BYTES,
     FrameReader,
     FrameWriter,
     directions,
@@ -124,7 +124,7 @@ def test_a_host_that_does_not_know_the_key_is_not_told_anything():
             with pytest.raises(Unauthorized, match="another program has taken the port"):
                 ControlClient(address, SOON_S)
             posing.result(SOON_S)
-        assert len(heard[0]) == OPENING_BYTES
+        assert len(heard[0]) == len(MAGIC) + NONCE_BYTES
 
 
 def test_who_never_proves_itself_is_turned_away(host, told, monkeypatch):

@@ -227,7 +227,8 @@ def test_what_is_too_much_is_refused_and_the_client_goes_on(control_server, clie
 
 
 def test_frames_that_are_never_finished_count_for_all_that_is_stored(told):
-    host = ControlServer.open(stored_bytes=1 << 20)
+    host = ControlServer.open()
+    host.quota._max_bytes = 1 << 20
     with ControlClient(host.address, SOON_S) as good:
         halves = [ControlClient(host.address, SOON_S) for _ in range(4)]
         for client in halves:
@@ -245,7 +246,8 @@ def test_frames_that_are_never_finished_count_for_all_that_is_stored(told):
 
 def test_replies_that_were_read_do_not_count_and_of_others_the_rest_does(told):
     """Clients that are idle after they have read 20 MB each, of a server that may hold 50 MB."""
-    host = ControlServer.open(stored_bytes=50 << 20)
+    host = ControlServer.open()
+    host.quota._max_bytes = 50 << 20
     with ControlClient(host.address, SOON_S) as publisher, ExitStack() as stack:
         publisher.set({"big": bytes(20_000_000)})
         idle = [stack.enter_context(ControlClient(host.address, SOON_S)) for _ in range(4)]

@@ -38,7 +38,8 @@ class Table:
 
     def __init__(self):
         self.sent, self.clients, self.timers, self.now = [], {}, [], 0.0
-        self.quota = MemoryQuota(10**6)
+        self.quota = MemoryQuota(lambda: None)
+        self.quota._max_bytes = 10**6
         self.store = SessionStore(self.quota.take, self.call_later)
 
     def call_later(self, delay, function):

@@ -76,7 +76,7 @@ def test_an_abort_and_a_loss_come_through_torch(control_server, client):
 
 
 def test_a_session_keeps_one_store_for_an_engine_and_bounds_its_waits_anew(client):
-    session = Session(client, 30)
+    session = Session(client)
     first = session.store(0, SOON_S, "1/0")
     for update in range(2, 10):
         session.store(0, SOON_S, f"{update}/0")

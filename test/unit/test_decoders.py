@@ -7,7 +7,7 @@ import textwrap
 PROGRAM = """
     import sys, threading
     import msgspec
-    from sglang_reshard.layout.decoders import convert, json_decoder, msgpack_decoder
+    from sglang_reshard.layout.decoders import json_decoder, msgpack_decoder
 
     sys.setswitchinterval(1e-6)
     message = {"inner": {"a": 1, "b": {"k": [1, 2]}}, "several": [{"a": 2}], "word": "q"}
@@ -15,7 +15,6 @@ PROGRAM = """
     calls = (
         lambda kind: msgpack_decoder(kind).decode(packed),
         lambda kind: json_decoder(kind).decode(text),
-        lambda kind: convert(message, kind),
     )
     found = set()
     for _ in range(200):

@@ -122,7 +122,7 @@ REQUEST = DistributedUpdateWeightsReq(
     [
         ({"handles": ("a",)}, "2 trainer hosts, 1 memory handles"),
         ({"handles": (), "trainer_hosts": ()}, "0 trainer hosts"),
-        ({"prepared": ("r",)}, "1 prepared transfers"),
+        ({"prepared": "r" * 5000}, TOO_LONG),
         ({"trainer_devices": (RankGpuInfo(),)}, "1 trainer devices"),
         ({"trainer_devices": (RankGpuInfo("x" * 5000),) * 2}, TOO_LONG),
         ({"update": -1}, r"`int` >= 0 - at `\$.update`"),

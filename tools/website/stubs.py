@@ -27,8 +27,7 @@ _INTERNAL = {
     "UpdateReport": "failed",
     "DistributedUpdateWeightsReq": "labels",
     "ShardMap": "covered_elements min_local_shape shards_of to_local",
-    "Session": "delete end end_engine engine_channel get join leave on_engine_end put store trainer_channel "
-    "watch_peers",
+    "Session": "end end_engine engine_channel get join leave on_engine_end put store trainer_channel watch_peers",
     "UpdateHandle": "raise_unseen",
 }
 

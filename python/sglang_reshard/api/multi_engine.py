@@ -11,6 +11,7 @@ of a trainer rank do not grow with the number of engines.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -70,7 +71,6 @@ class MultiEngineSender(InBackground):
         self._address, self._rank, self._global_ranks = address.named(_SESSION), trainer_rank, global_ranks
         self._relays = EngineRelay() if relay else None
         self._engines: dict[str, tuple[int, Send | None]] = {}  # with their numbers in the session
-        self._given: dict[str, Send | None] = {}  # as `set_engines` was given them; relayed requests go through others
         self._excluded: dict[str, str] = {}
         self._numbers = itertools.count()
         self._sender: UpdateSender | None = None
@@ -94,12 +94,9 @@ class MultiEngineSender(InBackground):
         """
         self._excluded = {name: why for name, why in self._excluded.items() if name in engines}
         wanted = [name for name in engines if name not in self._excluded]
-        self._given = dict(engines)
         known = self._engines
         for name in sorted(set(wanted) - known.keys()):  # the same order on all trainer ranks
-            send = engines[name]
-            through = send if self._relays is None or send is None else self._relays.through(name, send)
-            known[name] = next(self._numbers), through
+            known[name] = next(self._numbers), engines[name]
         self._use({name: known[name] for name in wanted})
 
     def _use(self, engines: dict[str, tuple[int, Send | None]]) -> None:
@@ -109,7 +106,10 @@ class MultiEngineSender(InBackground):
                 return
             session = Session.join(self._address, self._options.timeout_s)
             self._sender = UpdateSender(session, self._rank, self._global_ranks, self._options)
-        self._sender.set_engines(dict(engines.values()))
+        self._sender.set_engines({number: self._relayed(name, send) for name, (number, send) in engines.items()})
+
+    def _relayed(self, engine: str, send: Send | None) -> Send | None:
+        return send if self._relays is None or send is None else self._relays.through(engine, send)
 
     def update(
         self,
@@ -189,10 +189,8 @@ class MultiEngineSender(InBackground):
         options: UpdateOptions,
         on_failure: Literal["raise", "exclude"],
     ) -> tuple[Any, Update]:
-        def update(weights: Any) -> dict[str, UpdateReport]:
-            return self._update_engines(weights, options, on_failure)
-
-        return probed(probe, self.participant, {name: self._given[name] for name in self._engines}, weights, update)
+        update = functools.partial(self._update_engines, options=options, on_failure=on_failure)
+        return probed(probe, self.participant, {n: send for n, (_, send) in self._engines.items()}, weights, update)
 
     def _update_engines(
         self,

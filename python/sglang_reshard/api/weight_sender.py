@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -21,7 +20,6 @@ from sglang_reshard.api.around_updates import InBackground, Update, probed
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
-from sglang_reshard.layout.decoders import convert
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.protocol.session import LOOPBACK, Session
@@ -289,7 +287,7 @@ def _open_session(group: dist.ProcessGroup, interface: str, timeout_s: float) ->
     """
     hosted: list[Session] = []
 
-    def host() -> Any:
+    def host() -> Address:
         try:
             hosted.append(Session.host(interface, timeout_s))
         except OSError as error:
@@ -297,8 +295,8 @@ def _open_session(group: dist.ProcessGroup, interface: str, timeout_s: float) ->
                 f"interface={interface!r} is not an address of trainer rank 0's host: {error}. Pass an address of that "
                 "host which engine ranks can reach"
             ) from error
-        return msgspec.to_builtins(hosted[0].address)
+        return hosted[0].address
 
-    address = convert(on_first_rank(host, group), Address)
+    address = on_first_rank(host, group, Address)
     session = hosted[0] if hosted else Session.join(address, timeout_s)
     return session, dist.get_rank(group), tuple(dist.get_process_group_ranks(group))

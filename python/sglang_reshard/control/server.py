@@ -40,8 +40,8 @@ from sglang_reshard.control.store import SessionStore, check_name, execute
 logger = logging.getLogger(__name__)
 refusals = logger.getChild("refusals")
 
-DEFAULT_STORED_BYTES = 4 * 2**30
-MAX_NAMES = 1_000_000  # keys, scopes and all-gathers of all sessions
+_MAX_STORED_BYTES = 4 * 2**30  # of all sessions together
+_MAX_NAMES = 1_000_000  # keys, scopes and all-gathers of all sessions
 _NAME_BYTES = 256  # about what Python takes for an entry of a dictionary, without the characters of its key
 MAX_UNSENT_BYTES = 2 * MAX_FRAME_BYTES
 _MAX_HANDSHAKES, _HANDSHAKE_S, _HANDSHAKE_WHEN_FULL_S = 64, 5.0, 1.0
@@ -54,14 +54,9 @@ class MemoryQuota:
     unsent replies.
     """
 
-    def __init__(
-        self,
-        stored_bytes: int = DEFAULT_STORED_BYTES,
-        names: int = MAX_NAMES,
-        recount: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, recount: Callable[[], None]) -> None:
         """`recount` gives back what is no longer held. It is called before anything is refused."""
-        self._max_bytes, self._max_names, self._recount = stored_bytes, names, recount
+        self._max_bytes, self._max_names, self._recount = _MAX_STORED_BYTES, _MAX_NAMES, recount
         self.stored_bytes = self.names = 0
 
     def take(self, size: int, names: int = 0) -> None:
@@ -190,13 +185,9 @@ class ControlServer:
         self._stop.atexit = False  # then clients learn of the process's end, and not before
 
     @classmethod
-    def open(cls, interface: str = "127.0.0.1", stored_bytes: int = DEFAULT_STORED_BYTES) -> ControlServer:
-        """Listens on a free port of `interface`, an address of this host. Raises what `connection.listen` does.
-
-        Args:
-            stored_bytes: limit of the bytes that all sessions may hold together.
-        """
-        serving = _Serving(listen(interface), secrets.token_bytes(32), stored_bytes)
+    def open(cls, interface: str = "127.0.0.1") -> ControlServer:
+        """Listens on a free port of `interface`, an address of this host. Raises what `connection.listen` does."""
+        serving = _Serving(listen(interface), secrets.token_bytes(32))
         serving.start()
         return cls(serving)
 
@@ -213,13 +204,13 @@ class ControlServer:
 class _Serving:
     """The server's thread runs this, and refers to no `ControlServer`. A failing connection ends alone."""
 
-    def __init__(self, listener: socket.socket, key: bytes, stored_bytes: int) -> None:
+    def __init__(self, listener: socket.socket, key: bytes) -> None:
         host, port = listener.getsockname()[:2]
         self.address = Address(secrets.token_hex(16), host, port, key.hex())
         self.connections: set[_Connection] = set()
         self.buffer = memoryview(bytearray(READ_BYTES))
         self._key, self._listener = key, listener
-        self.quota = MemoryQuota(stored_bytes, recount=self._recount)
+        self.quota = MemoryQuota(self._recount)
         self._stores: dict[str, SessionStore] = {}
         self.handshakes: dict[asyncio.Task[None], float] = {}  # when each began; the first is the oldest
         self._last_refusal, self._unlogged = float("-inf"), 0

@@ -32,10 +32,6 @@ class ControlStore(dist.Store):
         self._scope = scope
         self.set_timeout(timedelta(seconds=timeout_s))
 
-    @property
-    def _timeout(self) -> timedelta:
-        return self.timeout  # type: ignore[attr-defined]  # torch's stub lacks it
-
     def set(self, key: str, value: str | bytes) -> None:
         self._client.set({key: _as_bytes(value)})
 
@@ -66,7 +62,8 @@ class ControlStore(dist.Store):
         return False  # `multi_get` and others are missing; `append` means another thing there
 
     def _await(self, method: Callable[[Sequence[str], float, str], T], keys: list[str], timeout: timedelta | None) -> T:
-        seconds = (self._timeout if timeout is None else timeout).total_seconds()
+        own: timedelta = self.timeout  # type: ignore[attr-defined]  # torch's stub lacks it
+        seconds = (own if timeout is None else timeout).total_seconds()
         try:
             return method(keys, seconds, self._scope)
         except WaitTimedOut as error:

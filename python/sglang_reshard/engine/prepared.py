@@ -43,8 +43,7 @@ class Prepared:
 
     def is_current(self, request: DistributedUpdateWeightsReq, target: TargetPlan) -> bool:
         """Returns True if nothing has changed for `request`, and the trainer ranks that send are still prepared."""
-        command = self.command
-        prepared = command is None or all(transfer == command.transfer for transfer in request.prepared)
+        prepared = self.command is None or self.command.transfer == request.prepared
         unchanged = _options(self.request) == _options(request)
         return self.target is target and unchanged and prepared and self.end.serves(request)
 

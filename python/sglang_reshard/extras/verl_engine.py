@@ -18,14 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_args
 
-import msgspec
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.api.weight_sender import WeightSender, connect_server
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout.decoders import convert
 from sglang_reshard.nearest import check_one_of
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.patches.embedded_engine import EmbeddedEngine
@@ -208,8 +206,8 @@ class VerlEngine:
 
     def weights_info(self) -> WeightsInfo:
         """Describes the live weights, and the update that brought them."""
-        info = self._on_first_rank(lambda: msgspec.to_builtins(self._first.weights_info()))
-        return convert(info, WeightsInfo)
+        info: WeightsInfo = self._on_first_rank(lambda: self._first.weights_info(), WeightsInfo)
+        return info
 
     def shutdown(self) -> None:
         """Ends the session, and the processes of an engine that was started here.
@@ -240,8 +238,8 @@ class VerlEngine:
 
         self._on_first_rank(start_first)
 
-    def _on_first_rank(self, call: Callable[[], Any]) -> Any:
-        return on_first_rank(call, self._group)
+    def _on_first_rank(self, call: Callable[[], Any], kind: Any = Any) -> Any:
+        return on_first_rank(call, self._group, kind)
 
 
 def _check_not_given(arguments: dict[str, Any], option: str, why: str) -> None:

@@ -52,12 +52,6 @@ def from_json(data: bytes | str, kind: type[T]) -> T:
         raise msgspec.DecodeError("it is nested too deeply") from error
 
 
-def convert(value: Any, kind: type[T]) -> T:
-    """Returns `msgspec.convert(value, kind)`."""
-    msgpack_decoder(kind)
-    return msgspec.convert(value, kind)
-
-
 def pack_blob(message: object) -> tuple[str, bytes]:
     """A message's content hash, and the message compressed."""
     raw = msgspec.msgpack.encode(message)

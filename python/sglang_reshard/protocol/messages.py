@@ -75,7 +75,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     handles          content hash of each trainer rank's memory handles in the session
     trainer_hosts    identity of each trainer rank's host
     trainer_devices  each trainer rank's GPU; empty if no trainer rank has one
-    prepared         the transfer that each trainer rank is still prepared for, by `Prepare.transfer`
+    prepared         the transfer that all trainer ranks are still prepared for, by `Prepare.transfer`; else empty
     weight_version   the engine's weight_version once all ranks have the weights; None leaves it unchanged
     transport        how the weights reach the engine ranks, see `routes`
     bucket_bytes     size of a bucket; a rank holds at most two
@@ -108,7 +108,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     handles: tuple[Text, ...]
     trainer_hosts: tuple[Text, ...]
     trainer_devices: tuple[RankGpuInfo, ...] = ()
-    prepared: tuple[Text, ...] = ()
+    prepared: Text = ""
     weight_version: Text | None = None
     transport: Text = "auto"
     bucket_bytes: BucketBytes = DEFAULT_BUCKET_BYTES

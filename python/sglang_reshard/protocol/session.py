@@ -53,10 +53,10 @@ class Session:
     what engine ranks have: what they request of trainer ranks, the regions and names that they want checksums of.
     """
 
-    def __init__(self, client: ControlClient, timeout_s: float, server: ControlServer | None = None) -> None:
-        """Ends the connection when this is dropped. `timeout_s`: how long `get` waits, if nothing else is said."""
+    def __init__(self, client: ControlClient, server: ControlServer | None = None) -> None:
+        """Ends the connection when this is dropped."""
         client.drop_with(self)
-        self.client, self._timeout_s, self._server = client, timeout_s, server
+        self.client, self._server = client, server
         self._stores: dict[int, ControlStore] = {}  # by engine
 
     @property
@@ -70,7 +70,7 @@ class Session:
         Raises OSError for the address of another host, and Unsupported for one that peers cannot connect to.
         """
         server = ControlServer.open(interface)
-        return cls(ControlClient(server.address, timeout_s), timeout_s, server)
+        return cls(ControlClient(server.address, timeout_s), server)
 
     @classmethod
     def join(cls, address: Address, timeout_s: float = 300.0, connect_s: float | None = None) -> Session:
@@ -78,7 +78,7 @@ class Session:
 
         connect_s  for the connection alone; by default `timeout_s`
         """
-        return cls(ControlClient(address, timeout_s, connect_s), timeout_s)
+        return cls(ControlClient(address, timeout_s, connect_s))
 
     # -- published values
 
@@ -91,16 +91,7 @@ class Session:
         self.client.set({f"{key}{digest}" if hashed else key: blob})
         return digest
 
-    def get(
-        self,
-        key: str,
-        kind: type[T],
-        what: str,
-        timeout_s: float | None = None,
-        *,
-        hashed: bool = True,
-        scope: str = "",
-    ) -> T:
+    def get(self, key: str, kind: type[T], what: str, timeout_s: float, *, hashed: bool = True, scope: str = "") -> T:
         """Returns the value under a key, once it is there.
 
         key    ends with the value's content hash if it is `hashed`
@@ -109,14 +100,10 @@ class Session:
 
         Raises DeadlineExceeded, Aborted, and Mismatch for a value of another content hash or kind.
         """
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         (data,) = self.client.get([key], timeout_s, scope, explain=lambda _: (
             f"{what} did not arrive within {timeout_s:.0f} s; look at the log of the rank that publishes it"
         ))  # fmt: skip
         return unpack_blob(data, kind, key.rpartition("/")[2] if hashed else "", what=what)
-
-    def delete(self, key: str) -> None:
-        self.client.delete_keys([key])
 
     # -- updates
 

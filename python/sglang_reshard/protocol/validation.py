@@ -86,14 +86,13 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
     check_limit(request)
     check_transport(request.transport, of_request=True)
     _check_fields(request, "update", cure)
-    ranks, devices, prepared = len(request.trainer_hosts), len(request.trainer_devices), len(request.prepared)
-    offers = len(request.offers)
-    equal = len(request.handles) == ranks and {devices, prepared, offers} <= {0, ranks}
+    ranks, devices, offers = len(request.trainer_hosts), len(request.trainer_devices), len(request.offers)
+    equal = len(request.handles) == ranks and {devices, offers} <= {0, ranks}
     if not 1 <= ranks <= MAX_TRAINER_RANKS or not equal:
         raise Mismatch(
             f"invalid update request: it has {ranks} trainer hosts, {len(request.handles)} memory handles, {devices} "
-            f"trainer devices, {prepared} prepared transfers and {offers} offers; all must have one entry per trainer "
-            f"rank, from 1 to {MAX_TRAINER_RANKS:,}. {cure}"
+            f"trainer devices and {offers} offers; all must have one entry per trainer rank, from 1 to "
+            f"{MAX_TRAINER_RANKS:,}. {cure}"
         )
 
 

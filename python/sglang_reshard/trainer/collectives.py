@@ -17,7 +17,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -63,10 +63,11 @@ def require_cpu_backend(group: dist.ProcessGroup) -> None:
         )
 
 
-def on_first_rank(call: Callable[[], Any], group: dist.ProcessGroup) -> Any:
+def on_first_rank(call: Callable[[], T], group: dist.ProcessGroup, kind: Any = Any) -> T:
     """Calls `call` on the group's first rank, and returns its result, or raises its error, on every rank.
 
-    The result is decoded from msgpack on all ranks alike: tuples and tensors become lists. Collective over a CPU group.
+    The result is decoded from msgpack on all ranks alike, as a `kind`; without one, tuples and tensors become lists.
+    Collective over a CPU group.
     """
     require_cpu_backend(group)
     outcome = cause = None
@@ -75,10 +76,10 @@ def on_first_rank(call: Callable[[], Any], group: dist.ProcessGroup) -> Any:
             outcome = Outcome(call())
         except Exception as error:
             cause, outcome = error, Outcome(None, Failure.of(error))
-    outcome = broadcast_message(outcome, Outcome[Any], group)  # generated tokens may be many: no rank gathers them
+    outcome = broadcast_message(outcome, Outcome[kind], group)  # generated tokens may be many: no rank gathers them
     if outcome.failure is not None:
         raise outcome.failure.error() from cause
-    return outcome.value
+    return cast(T, outcome.value)
 
 
 def first_rank_address(group: dist.ProcessGroup) -> str:

@@ -171,6 +171,7 @@ class UpdateCoordinator:
         options: UpdateOptions,
     ) -> DistributedUpdateWeightsReq:
         """Returns the request of an engine, which carries metadata only."""
+        prepared = {status.prepared.get(engine, "") for status in statuses}
         tied = tuple(glob.escape(name) for name in published.tied)
         equal: tuple[str, ...] = ()
         apart: dict[str, str] = {}
@@ -186,7 +187,7 @@ class UpdateCoordinator:
             handles=tuple(status.handles for status in statuses),
             trainer_hosts=tuple(status.host for status in statuses),
             trainer_devices=_devices(statuses),
-            prepared=tuple(status.prepared.get(engine, "") for status in statuses),
+            prepared=prepared.pop() if len(prepared) == 1 else "",
             weight_version=options.weight_version,
             transport=self._config.transport,
             bucket_bytes=self._config.bucket_bytes,

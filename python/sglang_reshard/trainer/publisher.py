@@ -249,7 +249,7 @@ class ShardPublisher:
             ignored_remark(state.ignored),
         )
         if known is not None and published.handles != known.handles:
-            self._session.delete(handles_key(self._rank, known.handles))
+            self._session.client.delete_keys([handles_key(self._rank, known.handles)])
         self._handles = handles
         return published
 

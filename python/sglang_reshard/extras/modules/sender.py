@@ -10,9 +10,8 @@ Each receiver is an engine of one rank to the sender; requests and answers go by
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -21,7 +20,6 @@ from sglang_reshard.control import Address, ControlServer
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.asynchronous.background import UpdateHandle
 from sglang_reshard.extras.request_mail import MailRoom, to_metadata
-from sglang_reshard.layout.decoders import convert
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DEFAULT_TIMEOUT_S
 from sglang_reshard.protocol.session import LOOPBACK
@@ -64,7 +62,7 @@ class ModuleSender:
         self._group, self._timeout_s = group, chosen.timeout_s
         self._server: ControlServer | None = None
         self._mail: MailRoom | None = None
-        address = convert(on_first_rank(functools.partial(self._host, interface), group), Address)
+        address = on_first_rank(functools.partial(self._host, interface), group, Address)
         self.metadata = to_metadata(address)
         ranks = tuple(dist.get_process_group_ranks(group))
         rank = dist.get_rank(group)
@@ -104,7 +102,7 @@ class ModuleSender:
 
     def _meet_receivers(self) -> list[str]:
         """Returns the names of the connected receivers; the next update is theirs."""
-        names: list[str] = on_first_rank(lambda: self._mail.receivers() if self._mail else [], self._group)
+        names = on_first_rank(lambda: self._mail.receivers() if self._mail else [], self._group)
         mail = self._mail
         sends = {name: None if mail is None else functools.partial(mail.send, name) for name in names}
         self._sender.set_engines(sends)
@@ -118,7 +116,7 @@ class ModuleSender:
         if self._server is not None:
             self._server.close()
 
-    def _host(self, interface: str) -> Any:
+    def _host(self, interface: str) -> Address:
         self._server = ControlServer.open(interface)
         self._mail = MailRoom(self._server.address, self._timeout_s)
-        return msgspec.to_builtins(self._server.address)
+        return self._server.address

@@ -121,7 +121,7 @@ def get_send_requests(side: TrainerSide, links: Links) -> dict[int, SendRequest]
             request = side.session.get(key, SendRequest, name, side.timeout_s, hashed=False)
             check_send_request(request, side.layout, side.trainer_rank, engine_rank)
             of_rank = digest, request
-        side.session.delete(key)  # no other rank reads it
+        side.session.client.delete_keys([key])  # no other rank reads it
         found[engine_rank] = of_rank
     side.kept["p2p"] = found
     return {engine_rank: request for engine_rank, (_, request) in found.items()}

@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 import torch
 import torch.multiprocessing
-from verl.plugin.platform import PlatformBase, PlatformRegistry
+from verl.plugin.platform import PlatformRegistry
+from verl.plugin.platform.platform_cuda import PlatformCUDA
 
 from sglang_reshard.testing.cpu_host import leave_reductions_alone, refuse_gpu
 
@@ -69,10 +70,11 @@ _TORCH_CPU = _TorchCpu("sglang_reshard.testing.cpu_host.torch_cpu")
 
 
 @PlatformRegistry.register(platform="cpu")
-class CpuPlatform(PlatformBase):
+class CpuPlatform(PlatformCUDA):
     """A verl platform with host memory and gloo.
 
-    Ray counts its devices as GPUs, `ray.init(num_gpus=...)` of them, and verl places workers with them.
+    To Ray its devices are GPUs: it counts them, `ray.init(num_gpus=...)`, and numbers them for workers in
+    CUDA_VISIBLE_DEVICES, where verl reads them.
     """
 
     device_name = "cpu"
@@ -93,24 +95,12 @@ class CpuPlatform(PlatformBase):
 
     manual_seed_all = manual_seed
 
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        return None, None
-
     def communication_backend_name(self) -> str:
         return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"  # Ray sets it for workers with a "GPU", and verl reads it there
 
     @contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
-
-    def ray_resource_name(self) -> str:
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
 
     def is_ipc_supported(self) -> bool:
         return False

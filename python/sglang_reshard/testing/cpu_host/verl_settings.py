@@ -9,7 +9,6 @@ subprocess.run(
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from sglang_reshard.testing import cpu_host
 from sglang_reshard.testing.cpu_host import engine_arguments, refuse_gpu
@@ -36,20 +35,13 @@ def environment(tp_size: int) -> dict[str, str]:
     }
 
 
-def rollout_engine_arguments(**overrides: Any) -> dict[str, Any]:
-    """Returns `rollout.engine_kwargs.sglang` for a CPU host, updated with `overrides`."""
-    return engine_arguments(enable_memory_saver=False, **overrides)
-
-
-def overrides(*, num_cpus: int = 32) -> list[str]:
-    """Returns the hydra overrides that verl.trainer.main_ppo needs on a CPU host, for any model.
-
-    num_cpus  Ray's number of CPUs; verl reserves several per worker, and waits silently if there are too few
-    """
+def overrides() -> list[str]:
+    """Returns the hydra overrides that verl.trainer.main_ppo needs on a CPU host, for any model."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    engine_kwargs = engine_arguments(enable_memory_saver=False)
     return [
         "trainer.device=cpu",
-        f"ray_kwargs.ray_init.num_cpus={num_cpus}",
+        "ray_kwargs.ray_init.num_cpus=32",  # verl reserves several per worker, and waits silently for more
         "actor_rollout_ref.model.use_remove_padding=False",  # needs flash attention
         "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
         f"{actor}.strategy=fsdp2",
@@ -58,5 +50,5 @@ def overrides(*, num_cpus: int = 32) -> list[str]:
         "actor_rollout_ref.ref.strategy=fsdp2",
         "actor_rollout_ref.ref.fsdp_config.use_torch_compile=False",
         f"{rollout}.enforce_eager=True",
-        *(f"+{rollout}.engine_kwargs.sglang.{name}={value}" for name, value in rollout_engine_arguments().items()),
+        *(f"+{rollout}.engine_kwargs.sglang.{name}={value}" for name, value in engine_kwargs.items()),
     ]
