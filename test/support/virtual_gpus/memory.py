@@ -186,7 +186,7 @@ class VirtualMemory:
         """
         with self._lock:
             stream = self._allocated_in[memory.base]
-            if self.is_referred_to(memory) or (self.streams.is_doing and not self.keeps_unused):
+            if self.streams.is_doing and not self.keeps_unused:
                 self._limbo.append(memory)
             elif self.keeps_unused:
                 if self.streams.is_done(self.streams.point(stream)):
@@ -197,10 +197,6 @@ class VirtualMemory:
             else:
                 self.streams.finish_stream(stream)
                 self._free(memory)
-
-    def is_referred_to(self, memory: Memory) -> bool:
-        """Returns whether torch would not free it; see `torch_ipc`."""
-        return False
 
     def _free(self, memory: Memory) -> None:
         mapped = self.mapped_by_others(memory)

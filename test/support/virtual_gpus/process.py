@@ -28,7 +28,6 @@ from support.virtual_gpus.memory import VirtualMemory
 from support.virtual_gpus.nccl import VirtualNccl
 from support.virtual_gpus.nixl import VirtualNixl
 from support.virtual_gpus.torch_cuda import VirtualTorchCuda
-from support.virtual_gpus.torch_ipc import VirtualTorchIpc
 from support.virtual_gpus.torch_ops import StreamOrder
 
 RECORDER_ENTRIES = 32  # of a flight recorder that is full after few updates: what is kept for it grows no further
@@ -71,7 +70,6 @@ class VirtualProcess:
         VirtualNccl(self.gpus, self.place, self.memory, self.journal, self.cuda).install()
         VirtualNixl(self.memory, self.journal).install()
         VirtualKernel(self.memory, self.library, self.cuda, self.journal).install()
-        VirtualTorchIpc(self.memory, self.library, self.cuda, self.place.allocator, self.journal).install()
         driver = CudaDriver(self.library)
         _replace_everywhere("sglang_reshard.gpu.driver", "cuda_driver", lambda: driver)
         recorded = deque[object](maxlen=RECORDER_ENTRIES)
