@@ -24,7 +24,7 @@ from support.ready import CONTEXT
 from support.revocation.soak import soak
 from support.revocation.stories import SOAKED
 from support.toy import ToyRank
-from support.toy_changes import HIDDEN, become, same, sharded
+from support.toy_changes import HIDDEN, become, sharded, weights_of
 from support.world import run_world
 
 DTYPE = torch.bfloat16
@@ -81,7 +81,7 @@ def serve(rank, size, requests, _transport, _options, _timeout_s, before_s, movi
         if request.update == 2:
             time.sleep(before_s)
         output = receiver.update(request)
-        live = [version for version in (1, 2, 3) if same(model, version, DTYPE, DTYPE)]
+        live = [version for version in (1, 2, 3) if not model.differing(weights_of(version, DTYPE))]
         after.append((output.success, output.torn, live))
         requests.answer(output)
     return after

@@ -39,9 +39,7 @@ def serve(rank, _size, requests, sizes, _mesh_shape, _kind, dtype, live_dtypes, 
     differing = []
     for version, request in enumerate(requests, start=1):
         requests.answer(receiver.update(request))
-        stock = ToyRank(rank, sizes[engine], live_dtypes[engine])
-        stock.load_weights(checkpoint(version, dtype).items())
-        differing += [(version, n) for n, p in stock.named_parameters() if not torch.equal(getattr(model, n), p)]
+        differing += [(version, name) for name in model.differing(checkpoint(version, dtype))]
     return differing
 
 

@@ -68,9 +68,7 @@ def serve(engine: int, _size: int, requests: Any, after: int) -> list[list[str]]
     for version, request in enumerate(requests, start=1):
         with losing(after) if (engine, version) == (0, UPDATES) else nullcontext():
             requests.answer(receiver.update(request))
-        right = ToyRank(0, 1)
-        right.load_weights(checkpoint(version).items())
-        differing = [n for n, p in right.named_parameters() if not torch.equal(getattr(model.toy, n), p)]
+        differing = model.toy.differing(checkpoint(version))
         packed = live_tensors(started(Repacking(LAYERS, ROWS), weights(version, LAYERS, ROWS)))
         seen.append(differing + [n for n, t in live_tensors(model.packed).items() if not torch.equal(t, packed[n])])
     return seen

@@ -44,9 +44,7 @@ def serve(rank, _size, requests, breaks):
             mend()
         requests.answer(output)
         if output.success:
-            stock = ToyRank(rank, SIZES[engine], hidden=HIDDEN)
-            stock.load_weights(checkpoint(version, hidden=HIDDEN).items())
-            differing = [name for name, p in stock.named_parameters() if not torch.equal(getattr(model, name), p)]
+            differing = model.differing(checkpoint(version, hidden=HIDDEN))
             assert not differing, (version, differing)
 
 

@@ -257,9 +257,5 @@ def _asked(
 
 def versions(me: EngineRank, asked: tuple[int, ...]) -> tuple[int | None, str]:
     """Which of these versions an engine rank has, bit by bit, None for none of them; and why it is torn, if it is."""
-    for version in asked:
-        stock = ToyRank(me.rank, me.model.size, hidden=me.hidden)
-        stock.load_weights(checkpoint(version, hidden=me.hidden).items())
-        if all(torch.equal(getattr(me.model, name), value) for name, value in stock.named_parameters()):
-            return version, me.receiver.torn
-    return None, me.receiver.torn
+    found = (version for version in asked if not me.model.differing(checkpoint(version, hidden=me.hidden)))
+    return next(found, None), me.receiver.torn

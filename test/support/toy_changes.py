@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from support.toy import DRIFTING, ToyRank, checkpoint
+from support.toy import DRIFTING, checkpoint
 
 HIDDEN = 64
 
@@ -26,9 +26,3 @@ def become(weights: dict[str, DTensor], version: int, dtype: torch.dtype) -> Non
     with torch.no_grad():
         for name, tensor in weights.items():
             tensor.to_local().copy_(sharded(version, dtype)[name].to_local())
-
-
-def same(model: ToyRank, version: int, given: torch.dtype, live: torch.dtype) -> bool:
-    expected = ToyRank(model.rank, model.size, live, HIDDEN)
-    expected.load_weights(weights_of(version, given).items())
-    return all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))

@@ -18,7 +18,7 @@ from sglang_reshard.routes.delta.source import DeltaSource
 from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
 from support.toy import ToyRank
-from support.toy_changes import HIDDEN, become, same, sharded
+from support.toy_changes import HIDDEN, become, sharded, weights_of
 from support.world import run_world
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -77,7 +77,7 @@ def serve(rank: int, size: int, requests: Any, story: Story) -> list[tuple[int, 
             model.down.data[0, 0] += 1
         output = receiver.update(request, "not now" if request.update == story.refused else "")
         requests.answer(output)
-        found = [version for version in {*story.versions} if same(model, version, story.given, story.live)]
+        found = [version for version in {*story.versions} if not model.differing(weights_of(version, story.given))]
         seen.append((found[0] if found else 0, output.torn or bool(receiver.torn)))
     return seen
 
