@@ -38,14 +38,10 @@ REQUEST = DistributedUpdateWeightsReq(
 @pytest.fixture(scope="module")
 def patches():
     cpu_host.activate(tp_size=1)  # else SGLang, which these import, is no CPU's for the tests that follow
-    from sglang_reshard.patches import sound_weights, tokenizer_manager, weights_info, weights_sharing
+    from sglang_reshard import patches
+    from sglang_reshard.patches import sound_weights, weights_info, weights_sharing  # noqa: F401
 
-    return SimpleNamespace(
-        tokenizer_manager=tokenizer_manager,
-        sound_weights=sound_weights,
-        weights_info=weights_info,
-        weights_sharing=weights_sharing,
-    )
+    return patches
 
 
 @pytest.fixture
