@@ -115,7 +115,6 @@ class TrainerRank:
     rank: int
     state: list[tuple[str, torch.Tensor]]
     sender: WeightSender
-    stations: Stations
     values: Callable[[int], dict[str, torch.Tensor]]
 
     def become(self, version: int) -> None:
@@ -165,7 +164,7 @@ def play_trainer(rank: int, size: int, meeting: str, timeout_s: float, url: str,
     stations = Stations(links.gate).install("trainer")
     state = served(size) if url else list(sharded(0, (size,), "tp", torch.float32, hidden))
     values = served_values if url else functools.partial(checkpoint, hidden=hidden)
-    me = TrainerRank(rank, state, sender, stations, values)
+    me = TrainerRank(rank, state, sender, values)
     links.orders.send(None)
     while (order := links.orders.recv()) is not None:
         if isinstance(order, Update):
@@ -221,7 +220,6 @@ class EngineRank:
     hidden: int
     model: ToyRank
     receiver: WeightReceiver
-    stations: Stations
 
 
 def play_engine(rank: int, size: int, hidden: int, links: Links) -> None:
@@ -231,7 +229,7 @@ def play_engine(rank: int, size: int, hidden: int, links: Links) -> None:
     model.load_weights(checkpoint(0, hidden=hidden).items())
     receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     stations = Stations(links.gate).install("engine")
-    me = EngineRank(rank, hidden, model, receiver, stations)
+    me = EngineRank(rank, hidden, model, receiver)
     links.orders.send(None)
     while (order := links.orders.recv()) is not None:
         if isinstance(order, Ask):
