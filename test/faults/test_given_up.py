@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from sglang_reshard import ModuleReceiver, ModuleSender
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import DeadlineExceeded, EngineUnreachable, TornWeights
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
 from sglang_reshard.protocol.update_channel import ANSWER_S
@@ -25,6 +23,7 @@ from support.revocation.soak import soak
 from support.revocation.stories import SOAKED
 from support.toy import ToyRank
 from support.toy_changes import HIDDEN, become, sharded, weights_of
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 DTYPE = torch.bfloat16
@@ -68,7 +67,7 @@ def train(trainer, transport, options, timeout_s, _before_s, _moving_s, failure)
 def serve(rank, size, requests, _transport, _options, _timeout_s, before_s, moving_s, _failure):
     """Returns success, torn, and the version whose weights are live, after each update."""
     model = ToyRank(rank, size, DTYPE, HIDDEN)
-    receiver, after = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu")), []
+    receiver, after = receiver_of(model), []
     move = receiver._executor._move
 
     def slowly(context):
@@ -161,7 +160,7 @@ def train_an_interrupted_rank(trainer):
 
 
 def serve_until_interrupted(rank, size, requests):
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size, DTYPE, HIDDEN)), rank, size, torch.device("cpu"))
+    receiver = receiver_of(ToyRank(rank, size, DTYPE, HIDDEN))
 
     def interrupt(_context):
         raise KeyboardInterrupt

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.landings.checked.source import TrainerChecks
 from sglang_reshard.routes.nixl import source as nixl_source
 from support.nixl_env import needs_nixl, use_nixl
 from support.toy import ToyRank
 from support.toy_changes import HIDDEN, become, sharded
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 pytestmark = needs_nixl
@@ -47,7 +46,7 @@ def train(trainer: Any, writable: bool) -> list[str]:
 
 def serve(rank: int, size: int, requests: Any, _writable: bool) -> None:
     use_nixl()
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size, BF16, HIDDEN)), rank, size, torch.device("cpu"))
+    receiver = receiver_of(ToyRank(rank, size, BF16, HIDDEN))
     for request in requests:
         requests.answer(receiver.update(request))
 

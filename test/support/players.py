@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
@@ -36,6 +35,7 @@ from sglang_reshard.protocol.messages import (
 from sglang_reshard.routes import options_around
 from support.stations import Arm, Stations
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import receiver_of
 from support.toy_trainers import sharded
 
 _GROUP = timedelta(seconds=60)
@@ -227,7 +227,7 @@ def play_engine(rank: int, size: int, hidden: int, links: Links) -> None:
     torch.set_num_threads(1)
     model = ToyRank(rank, size, hidden=hidden)
     model.load_weights(checkpoint(0, hidden=hidden).items())
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
+    receiver = receiver_of(model)
     stations = Stations(links.gate).install("engine")
     me = EngineRank(rank, hidden, model, receiver)
     links.orders.send(None)

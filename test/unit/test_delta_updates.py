@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.routes.delta.encoding import Kind, counts_and_positions
 from sglang_reshard.routes.delta.source import DeltaSource
@@ -19,6 +17,7 @@ from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
 from support.toy import ToyRank
 from support.toy_changes import HIDDEN, become, sharded, weights_of
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -70,7 +69,7 @@ def serve(rank: int, size: int, requests: Any, story: Story) -> list[tuple[int, 
     """Returns which version the live weights are after each update, 0 for none, and whether they are torn."""
     use_nixl()
     model = ToyRank(rank, size, story.live, HIDDEN)
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
+    receiver = receiver_of(model)
     seen = []
     for request in requests:
         if request.update == story.written and rank == 1:

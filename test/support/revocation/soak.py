@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineUnreachable, TornWeights
 from support.toy import ToyRank
 from support.toy_changes import HIDDEN, sharded
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 DTYPE = torch.float32
@@ -76,7 +75,7 @@ def _fill(weights: dict[str, Any], value: float) -> None:
 def serve(rank: int, size: int, requests: Any, _updates: int, _transport: str, _seed: int) -> dict[int, str]:
     """Returns how each update has ended that has reached this rank. Raises AssertionError for values of another one."""
     model = ToyRank(rank, size, DTYPE, HIDDEN)
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
+    receiver = receiver_of(model)
     ended, live = {}, 0
     for request in requests:
         output = receiver.update(request)
