@@ -47,9 +47,7 @@ def train(trainer, transport, options, timeout_s, _before_s, _moving_s, failure)
             done.wait(30)
         return trainer.send(request)
 
-    sender = WeightSender.over(
-        trainer.group, send if trainer.rank == 0 else None, timeout_s=timeout_s, transport=transport
-    )
+    sender = trainer.sender(lambda _: send, timeout_s=timeout_s, transport=transport)
     weights, told = sharded(1, DTYPE), []
     for version in (1, 2, 3):
         become(weights, version, DTYPE)
@@ -60,7 +58,6 @@ def train(trainer, transport, options, timeout_s, _before_s, _moving_s, failure)
         with torch.no_grad():
             for tensor in weights.values():
                 tensor.to_local().fill_(NAN)
-    sender.close()
     return [f"{type(t).__name__}: {t}" if isinstance(t, Exception) else t for t in told]
 
 

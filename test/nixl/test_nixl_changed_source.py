@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.landings.checked.source import TrainerChecks
 from sglang_reshard.routes.nixl import source as nixl_source
@@ -24,7 +23,7 @@ def train(trainer: Any, writable: bool) -> list[str]:
     use_nixl()
     if writable:  # as memory of a GPU is
         nixl_source.read_only_view = lambda storage: None  # type: ignore[assignment]
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=60, transport="nixl")
+    sender = trainer.sender(timeout_s=60, transport="nixl")
     weights, told = sharded(1, BF16), []
     real = TrainerChecks.end
 
@@ -40,7 +39,6 @@ def train(trainer: Any, writable: bool) -> list[str]:
             told.append("done" if sender.update(weights.items(), verify="full").success else "failed")
         except ReshardError as error:
             told.append(str(error))
-    sender.close()
     return told
 
 

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.routes.delta.encoding import Kind, counts_and_positions
 from sglang_reshard.routes.delta.source import DeltaSource
@@ -49,7 +48,7 @@ def train(trainer: Any, story: Story) -> list[Any]:
     """Returns the report of each update, or what its error says."""
     use_nixl()
     given = {"timeout_s": 60, "transport": story.transport, "delta": "auto", "bucket_bytes": 8192}
-    sender = WeightSender.over(trainer.group, trainer.send, **given)
+    sender = trainer.sender(**given)
     weights, told = sharded(1, story.given), []
     with mock.patch.object(DeltaSource, "encode", encoding(trainer.rank, *story.damaged)):
         for update, version in enumerate(story.versions, start=1):
@@ -61,7 +60,6 @@ def train(trainer: Any, story: Story) -> list[Any]:
                 told.append(sender.update(weights.items(), weight_version=str(update), **story.options))
             except ReshardError as error:
                 told.append(str(error))
-    sender.close()
     return told
 
 

@@ -12,7 +12,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from pair_models import weights
 from pairs import Pair, Placing
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.derived.live_signature import LiveSignature
 from sglang_reshard.layout.regions import TensorSpec
@@ -38,9 +37,7 @@ def train(trainer: Trainer, pair: Pair, specs: list[TensorSpec], folder: str, sp
         (ranks.flip(0) if pair.mesh_reversed else ranks).view(pair.mesh),
         mesh_dim_names=("first", "second", "third")[: len(pair.mesh)],
     )
-    sender = WeightSender.over(
-        trainer.group, trainer.send, bucket_bytes=pair.bucket_bytes, timeout_s=TIMEOUT_S, transport=pair.transport
-    )
+    sender = trainer.sender(bucket_bytes=pair.bucket_bytes, timeout_s=TIMEOUT_S, transport=pair.transport)
     state = sharded(pair.placings, weights(specs, 0, pair.trainer_dtype), mesh)
     phases, reports = [], []
     for version in UPDATES:
@@ -55,7 +52,6 @@ def train(trainer: Trainer, pair: Pair, specs: list[TensorSpec], folder: str, sp
         report = sender.update(state.items(), weight_version=str(version))
         phases.append(sorted(report.seconds))
         reports.append(report.as_dict())
-    sender.close()
     return {"phases": phases, "reports": reports}
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import EngineUnreachable, TornWeights
 from support.toy import ToyRank
 from support.toy_changes import HIDDEN, sharded
@@ -48,7 +47,7 @@ def train(trainer: Any, updates: int, transport: str, seed: int) -> list[str]:
         time.sleep(chance.uniform(0.0, 0.004))
         raise EngineUnreachable("a proxy closed the connection")
 
-    sender = WeightSender.over(trainer.group, send if trainer.rank == 0 else None, timeout_s=30, transport=transport)
+    sender = trainer.sender(lambda _: send, transport=transport)
     weights, told = sharded(1, DTYPE), []
     for version in range(1, updates + 1):
         _fill(weights, float(version))
@@ -62,7 +61,6 @@ def train(trainer: Any, updates: int, transport: str, seed: int) -> list[str]:
         _fill(weights, float("nan"))
     for thread in late:
         thread.join(30)
-    sender.close()
     return told
 
 
