@@ -163,7 +163,7 @@ class VirtualProcessGroup:
     NCCLConfig = dist.ProcessGroupNCCL.NCCLConfig
 
     def __init__(self, nccl: VirtualNccl, store: Any, rank: int, size: int, options: Any) -> None:
-        self.nccl, self._store, self._rank, self._size, self.options = nccl, store, rank, size, options
+        self.nccl, self._store, self._rank, self._size = nccl, store, rank, size
         self.timeout_s: float = options._timeout.total_seconds()
         self.waits_on_host = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") == "1"
         handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"
