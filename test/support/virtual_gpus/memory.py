@@ -131,16 +131,13 @@ class VirtualMemory:
                     self.trim(number)  # as torch's allocator does before it gives up
                 if nbytes > self.free_bytes(number):
                     raise OutOfMemory(f"CUDA out of memory: {nbytes:,} bytes on virtual GPU {number}")
-                found = self._new_file(nbytes, number)
+                found = self._map(*self._create(nbytes, number))
             else:
                 self._unused[number].remove(found)
             self._allocated_in[found.base] = stream
             array = (ctypes.c_ubyte * nbytes).from_address(found.base)
             weakref.finalize(array, self._array_dropped, found.base).atexit = False
             return array
-
-    def _new_file(self, nbytes: int, number: int) -> Memory:
-        return self._map(*self._create(nbytes, number))
 
     def _create(self, nbytes: int, number: int) -> tuple[int, Memory]:
         """Returns a new file's descriptor, and what it is of, at no address yet."""
