@@ -160,7 +160,6 @@ class VirtualProcessGroup:
     """One rank's end. Its thread makes the communicator, and then executes what it is given."""
 
     Options = _Options
-    NCCLConfig = dist.ProcessGroupNCCL.NCCLConfig
 
     def __init__(self, nccl: VirtualNccl, store: Any, rank: int, size: int, options: Any) -> None:
         self.nccl, self._store, self._rank, self._size = nccl, store, rank, size
