@@ -10,6 +10,7 @@ import pytest
 from sglang_reshard.control import Address
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput as Output
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from support.scenarios import until
 
 pytestmark = pytest.mark.engine
 UPDATE, PULL, SHARE, PROBE = "/update_weights_distributed", "/pull_weights", "/share_weights", "/record_probe"
@@ -19,11 +20,6 @@ REQUEST = DistributedUpdateWeightsReq(
 )
 BODY = msgspec.to_builtins(REQUEST)
 SHORT = {**BODY, "timeout_s": 0.005}  # of which the schedulers have eight
-
-
-async def settled(engine):
-    while engine.under_way:
-        await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +92,7 @@ async def test_schedulers_that_answer_late_decide_what_the_weights_are(engine_cl
         assert "have not answered update 1 of session s yet" in again.json()["message"]
         assert (await client.get("/weights_info")).json()["under_way"]
         engine.answers.set()
-        await settled(engine)
+        await until(lambda: not engine.under_way)
     assert (engine.torn, engine.versions, len(engine.asked)) == (torn, versions, 1)
     assert not engine.is_pause_cond.locked()
     assert not await engine.model_update_lock.is_locked()
@@ -107,14 +103,13 @@ async def test_an_update_that_is_cancelled_while_schedulers_write_is_what_they_s
     engine = engine_class(lambda _: late)
     engine.answers.clear()
     update = asyncio.ensure_future(engine.update_weights_distributed(REQUEST))
-    while not engine.asked:
-        await asyncio.sleep(0.001)
+    await until(lambda: engine.asked)
     update.cancel()
     with pytest.raises(asyncio.CancelledError):
         await update
     assert (engine.torn, bool(engine.under_way)) == ("", True)
     engine.answers.set()
-    await settled(engine)
+    await until(lambda: not engine.under_way)
     assert (engine.torn, engine.versions) == (torn, versions)
 
 
@@ -126,7 +121,7 @@ async def test_an_update_that_is_cancelled_before_schedulers_write_never_asks_th
         update.cancel()
         with pytest.raises(asyncio.CancelledError):
             await update
-    await settled(engine)
+    await until(lambda: not engine.under_way)
     await asyncio.sleep(0.01)
     assert (engine.asked, engine.torn) == ([], "")
 

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from sglang_reshard import WeightSender
 from sglang_reshard.control import Address, ControlClient
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, ReshardError
 from sglang_reshard.extras.replicas.share import LiveWeights
 from sglang_reshard.extras.request_mail import Mailbox
@@ -28,6 +26,7 @@ from sglang_reshard.version import PROTOCOL, __version__
 from support.scenarios import run, until
 from support.threads import have_ended
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import receiver_of
 
 pytestmark = pytest.mark.engine
 REQUEST = DistributedUpdateWeightsReq(
@@ -38,14 +37,10 @@ REQUEST = DistributedUpdateWeightsReq(
 @pytest.fixture(scope="module")
 def patches():
     cpu_host.activate(tp_size=1)  # else SGLang, which these import, is no CPU's for the tests that follow
-    from sglang_reshard.patches import sound_weights, tokenizer_manager, weights_info, weights_sharing
+    from sglang_reshard import patches
+    from sglang_reshard.patches import sound_weights, weights_info, weights_sharing  # noqa: F401
 
-    return SimpleNamespace(
-        tokenizer_manager=tokenizer_manager,
-        sound_weights=sound_weights,
-        weights_info=weights_info,
-        weights_sharing=weights_sharing,
-    )
+    return patches
 
 
 @pytest.fixture
@@ -117,7 +112,7 @@ def test_a_share_that_is_not_answered_holds_up_no_update(patches, manager, monke
     manager.auto_create_handle_loop = lambda: None
     manager.model_config = SimpleNamespace(dtype="torch.float32")
     source = ToyRank(0, 1, torch.float32)
-    receiver = WeightReceiver(TracedModel(source), 0, 1, torch.device("cpu"))
+    receiver = receiver_of(source)
     sender = WeightSender.within(Session.host(), trainer_rank=0, global_ranks=(0,), send=receiver.update, timeout_s=30)
     sender.update(checkpoint(1).items())
     live = LiveWeights(receiver, 0, 1, torch.device("cpu"))

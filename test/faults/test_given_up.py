@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from sglang_reshard import ModuleReceiver, ModuleSender
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import DeadlineExceeded, EngineUnreachable, TornWeights
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
 from sglang_reshard.protocol.update_channel import ANSWER_S
@@ -24,7 +22,8 @@ from support.ready import CONTEXT
 from support.revocation.soak import soak
 from support.revocation.stories import SOAKED
 from support.toy import ToyRank
-from support.toy_changes import HIDDEN, become, same, sharded
+from support.toy_changes import HIDDEN, become, sharded, weights_of
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 DTYPE = torch.bfloat16
@@ -48,9 +47,7 @@ def train(trainer, transport, options, timeout_s, _before_s, _moving_s, failure)
             done.wait(30)
         return trainer.send(request)
 
-    sender = WeightSender.over(
-        trainer.group, send if trainer.rank == 0 else None, timeout_s=timeout_s, transport=transport
-    )
+    sender = trainer.sender(lambda _: send, timeout_s=timeout_s, transport=transport)
     weights, told = sharded(1, DTYPE), []
     for version in (1, 2, 3):
         become(weights, version, DTYPE)
@@ -61,14 +58,13 @@ def train(trainer, transport, options, timeout_s, _before_s, _moving_s, failure)
         with torch.no_grad():
             for tensor in weights.values():
                 tensor.to_local().fill_(NAN)
-    sender.close()
     return [f"{type(t).__name__}: {t}" if isinstance(t, Exception) else t for t in told]
 
 
 def serve(rank, size, requests, _transport, _options, _timeout_s, before_s, moving_s, _failure):
     """Returns success, torn, and the version whose weights are live, after each update."""
     model = ToyRank(rank, size, DTYPE, HIDDEN)
-    receiver, after = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu")), []
+    receiver, after = receiver_of(model), []
     move = receiver._executor._move
 
     def slowly(context):
@@ -81,7 +77,7 @@ def serve(rank, size, requests, _transport, _options, _timeout_s, before_s, movi
         if request.update == 2:
             time.sleep(before_s)
         output = receiver.update(request)
-        live = [version for version in (1, 2, 3) if same(model, version, DTYPE, DTYPE)]
+        live = [version for version in (1, 2, 3) if not model.differing(weights_of(version, DTYPE))]
         after.append((output.success, output.torn, live))
         requests.answer(output)
     return after
@@ -161,7 +157,7 @@ def train_an_interrupted_rank(trainer):
 
 
 def serve_until_interrupted(rank, size, requests):
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size, DTYPE, HIDDEN)), rank, size, torch.device("cpu"))
+    receiver = receiver_of(ToyRank(rank, size, DTYPE, HIDDEN))
 
     def interrupt(_context):
         raise KeyboardInterrupt

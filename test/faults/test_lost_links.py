@@ -12,7 +12,7 @@ import pytest
 
 from support.hosts import laboratory, why_not
 from support.nixl_env import needs_nixl
-from support.places import paths
+from support.places import Places, paths
 from support.sweep import sweep
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not())]
@@ -29,22 +29,19 @@ class Job:
 
     def __init__(self, folder, hosts, transport, station):
         self._folder, self._hosts, self._transport, self._station = folder, hosts, transport, station
-        self._processes = {}
+        self._processes, self._places = {}, Places(folder)
 
     def start(self, role, host, address=""):
         """`address` is the trainer's."""
         address = address or self._hosts[0].address
         command = [sys.executable, JOB, role, self._folder, address, self._transport, self._station]
-        variables = paths({"OMP_NUM_THREADS": "1"})
-        with (self._folder / f"{role}.log").open("w") as log:
-            self._processes[role] = host.run(command, env=variables, stdout=log, stderr=log)
+        self._processes[role] = self._places.start(host, role, command, paths({"OMP_NUM_THREADS": "1"}))
 
     def until(self, name, seconds):
         """What a file says, once it is there."""
         path, end = self._folder / name, time.monotonic() + seconds
         while not path.exists():
-            for role, process in self._processes.items():
-                assert process.poll() in (None, 0), (self._folder / f"{role}.log").read_text()[-4000:]
+            assert all(process.poll() in (None, 0) for process in self._processes.values()), self._places.logs()
             assert time.monotonic() < end, f"hang: no {name} within {seconds:g} s"
             time.sleep(0.02)
         return path.read_text()

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from fuzz.arbitrary import changed, value_of
 from fuzz.settings import fuzzed
 from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.memory.mapping import MemoryExporter, host_identity
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, decode, encode
@@ -22,6 +21,7 @@ from sglang_reshard.protocol.update_channel import update_scope
 from sglang_reshard.sources import describe
 from sglang_reshard.version import PROTOCOL, __version__
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import receiver_of
 
 HOSTS = ("127.0.0.1", "::1", "", "256.0.0.1", "\0", "-")  # no name that somebody would have to be asked for
 SOON_S = 0.05
@@ -73,7 +73,7 @@ def stage():
         protocol=PROTOCOL,
     )
     model = ToyRank(0, 1)
-    found = Stage(session, weights, layouts, handles, request, model, WeightReceiver(TracedModel(model), 0, 1, CPU))
+    found = Stage(session, weights, layouts, handles, request, model, receiver_of(model))
     yield found
     session.end(1)
     assert [name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name] == []  # as torch names its own

@@ -1,6 +1,5 @@
 """Each rule of the virtual GPUs, broken on purpose, is reported; and what real GPUs allow is not."""
 
-import functools
 import gc
 import os
 import threading
@@ -103,34 +102,6 @@ def open_own(process, trainer):
 
 def test_a_process_cannot_open_its_own_handle():
     assert run(open_own, Place(HOST, (0,))) == ["refused"]
-
-
-def share_as_torch_does(process, trainer, openers):
-    """Whether memory is freed that so many processes have opened by torch's own handle."""
-    tensor = process.tensor(torch.arange(6.0)) if trainer.rank == 0 else None
-    process.cuda.synchronize(process.device)
-    said = [tensor.untyped_storage()._share_cuda_() if trainer.rank == 0 else None]
-    dist.broadcast_object_list(said, 0, trainer.group)
-    seen = None
-    if 0 < trainer.rank <= openers:
-        storage = torch.UntypedStorage._new_shared_cuda(*said[0])
-        seen = torch.empty(0).set_(storage, 0, (6,), (1,)).sum().item()
-        del storage
-        gc.collect()
-    meet(trainer)
-    del tensor
-    gc.collect()
-    process.memory.tensor((1,), torch.int8)  # torch looks at what it could not free when it allocates
-    freed = not process.memory.reserved(process.place.number)
-    meet(trainer)
-    return seen if trainer.rank else freed
-
-
-@pytest.mark.parametrize(("openers", "freed"), [(0, False), (1, True), (2, False)])
-def test_memory_shared_by_torchs_counters_is_freed_if_one_process_has_opened_it(openers, freed):
-    task = functools.partial(share_as_torch_does, openers=openers)
-    told = run(task, *[Place(HOST, (0,))] * 3)
-    assert told == [freed, *[15.0] * openers, *[None] * (2 - openers)]
 
 
 # -- freed memory

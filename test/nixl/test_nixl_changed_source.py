@@ -6,15 +6,13 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.landings.checked.source import TrainerChecks
 from sglang_reshard.routes.nixl import source as nixl_source
 from support.nixl_env import needs_nixl, use_nixl
 from support.toy import ToyRank
 from support.toy_changes import HIDDEN, become, sharded
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 pytestmark = needs_nixl
@@ -25,7 +23,7 @@ def train(trainer: Any, writable: bool) -> list[str]:
     use_nixl()
     if writable:  # as memory of a GPU is
         nixl_source.read_only_view = lambda storage: None  # type: ignore[assignment]
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=60, transport="nixl")
+    sender = trainer.sender(timeout_s=60, transport="nixl")
     weights, told = sharded(1, BF16), []
     real = TrainerChecks.end
 
@@ -41,13 +39,12 @@ def train(trainer: Any, writable: bool) -> list[str]:
             told.append("done" if sender.update(weights.items(), verify="full").success else "failed")
         except ReshardError as error:
             told.append(str(error))
-    sender.close()
     return told
 
 
 def serve(rank: int, size: int, requests: Any, _writable: bool) -> None:
     use_nixl()
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size, BF16, HIDDEN)), rank, size, torch.device("cpu"))
+    receiver = receiver_of(ToyRank(rank, size, BF16, HIDDEN))
     for request in requests:
         requests.answer(receiver.update(request))
 

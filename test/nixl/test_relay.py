@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from sglang_reshard.api.multi_engine import MultiEngineSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Unsupported
 from support.nixl_env import needs_nixl, use_nixl
 from support.several_engines import place, relaying_sender, sends_of
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import answered, receiver_of
 from support.toy_trainers import State, assert_told_alike
 from support.world import run_world
 
@@ -35,14 +34,8 @@ def serve(rank, _size, requests, sizes, _mesh_shape, _kind, dtype, live_dtypes, 
     use_nixl()
     engine, rank = place(rank, sizes)
     model = ToyRank(rank, sizes[engine], live_dtypes[engine])
-    receiver = WeightReceiver(TracedModel(model), rank, sizes[engine], torch.device("cpu"))
-    differing = []
-    for version, request in enumerate(requests, start=1):
-        requests.answer(receiver.update(request))
-        stock = ToyRank(rank, sizes[engine], live_dtypes[engine])
-        stock.load_weights(checkpoint(version, dtype).items())
-        differing += [(version, n) for n, p in stock.named_parameters() if not torch.equal(getattr(model, n), p)]
-    return differing
+    updates = enumerate(answered(receiver_of(model), requests), start=1)
+    return [(version, name) for version, _ in updates for name in model.differing(checkpoint(version, dtype))]
 
 
 def run(sizes, mesh_shape, kind, dtype=torch.float32, live_dtypes=None, **options):

@@ -10,8 +10,6 @@ from unittest import mock
 import pytest
 import torch
 
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.routes.nixl.streams import Stream
 from sglang_reshard.routes.relay.engine import RelayedStream
 from sglang_reshard.routes.relay.progress import RelayLost
@@ -20,6 +18,7 @@ from support.several_engines import relaying_sender, sends_of
 from support.sweep import sweep
 from support.toy import ToyRank, checkpoint
 from support.toy_repacking import Repacking, live_tensors, started, weights
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 pytestmark = needs_nixl
@@ -63,14 +62,12 @@ def serve(engine: int, _size: int, requests: Any, after: int) -> list[list[str]]
     """Engine 0 loses the other one in the last update, when `after` messages of the trainer have arrived."""
     use_nixl()
     model = Model(0)
-    receiver = WeightReceiver(TracedModel(model), 0, 1, torch.device("cpu"))
+    receiver = receiver_of(model, 0, 1)
     seen = []
     for version, request in enumerate(requests, start=1):
         with losing(after) if (engine, version) == (0, UPDATES) else nullcontext():
             requests.answer(receiver.update(request))
-        right = ToyRank(0, 1)
-        right.load_weights(checkpoint(version).items())
-        differing = [n for n, p in right.named_parameters() if not torch.equal(getattr(model.toy, n), p)]
+        differing = model.toy.differing(checkpoint(version))
         packed = live_tensors(started(Repacking(LAYERS, ROWS), weights(version, LAYERS, ROWS)))
         seen.append(differing + [n for n, t in live_tensors(model.packed).items() if not torch.equal(t, packed[n])])
     return seen

@@ -2,13 +2,12 @@
 
 import torch
 
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.routes.relay import progress as relay
 from sglang_reshard.routes.relay.progress import Progress
 from support.nixl_env import needs_nixl, use_nixl
 from support.several_engines import relaying_sender, sends_of
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 pytestmark = needs_nixl
@@ -35,7 +34,7 @@ def serve(rank, _size, requests, breaks):
     use_nixl()
     engine, rank = [(0, 0), (1, 0), (1, 1), (2, 0)][rank]
     model = ToyRank(rank, SIZES[engine], hidden=HIDDEN)
-    receiver = WeightReceiver(TracedModel(model), rank, SIZES[engine], torch.device("cpu"))
+    receiver = receiver_of(model)
     for version, request in enumerate(requests, start=1):
         relay.STALLED_S = STALLED_S if breaks is says_nothing and version == FAULTY and engine != 1 else 60.0
         mend = breaks(model, rank) if engine == 1 and version == FAULTY else None
@@ -44,9 +43,7 @@ def serve(rank, _size, requests, breaks):
             mend()
         requests.answer(output)
         if output.success:
-            stock = ToyRank(rank, SIZES[engine], hidden=HIDDEN)
-            stock.load_weights(checkpoint(version, hidden=HIDDEN).items())
-            differing = [name for name, p in stock.named_parameters() if not torch.equal(getattr(model, name), p)]
+            differing = model.differing(checkpoint(version, hidden=HIDDEN))
             assert not differing, (version, differing)
 
 

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from support.diffusion_env import FOLDER, needs_diffusion
 from support.rank_scripts import run_ranks
 
 JOB = Path(__file__).with_name("diffusion_job.py")
 ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".venv" / "diffusion"  # what SGLang's diffusion engine imports, next to the project's packages
+needs_diffusion = pytest.mark.skipif(
+    not FOLDER.exists(), reason="SGLang's diffusion engine has not all that it imports: make setup-diffusion"
+)
 # Tiny transformers of diffusers, each with two sets of random weights.
 CHECKPOINTS = """
 import sys, torch, diffusers

@@ -21,12 +21,12 @@ from sglang_reshard import route_table
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.routes import route_module
 from support.nixl_env import use_nixl
 from support.several_engines import name_of, place, sends_of, several_engines_sender
+from support.toy_serving import receiver_of
 
 CPU = torch.device("cpu")
 TRAINERS, TIMEOUT_S = 2, 60.0
@@ -214,7 +214,7 @@ def serve(rank: int, _ranks: int, requests: Any, case: Case) -> dict[int, Seen]:
     engine, rank = place(rank, case.engines)
     size = case.engines[engine]
     model = Blocks(rank, size, case.live or case.dtype, case.blocks, case.repacks)
-    receiver = WeightReceiver(TracedModel(model), rank, size, CPU)
+    receiver = receiver_of(model, rank, size)
     seen = {}
     fails = engine == case.faulty and rank == FAULTY_RANK
     for request in until_the_trainer_ends(requests):

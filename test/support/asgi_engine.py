@@ -35,16 +35,12 @@ class Connection:
         self._messages.put_nowait({"type": "http.request", "body": json.dumps(message).encode(), "more_body": False})
         scope = {
             "type": "http",
-            "http_version": "1.1",
             "method": "POST",
             "path": path,
-            "raw_path": path.encode(),
             "query_string": b"",
             "headers": [(b"authorization", f"Bearer {ADMIN_KEY}".encode())],
             "server": ("127.0.0.1", 80),
             "client": ("127.0.0.1", 1),
-            "scheme": "http",
-            "root_path": "",
         }
         self.body = b""
         self.task = asyncio.ensure_future(app(scope, self._messages.get, self._send))

@@ -52,10 +52,10 @@ class Collector:
             self._spans += found
             self._changed.notify_all()
 
-    def await_span(self, name: str, *, trace: str = "", timeout_s: float = 30.0, **attributes: str) -> Span:
+    def await_span(self, name: str, *, trace: str = "", **attributes: str) -> Span:
         """The first of that name, trace and attributes of ours; exporters send it a while after its end."""
         wanted = {f"sglang_reshard.{key}": value for key, value in attributes.items()}
-        end = time.monotonic() + timeout_s
+        end = time.monotonic() + 30
         with self._changed:
             while True:
                 for span in self._spans:

@@ -28,28 +28,6 @@ class Linear(nn.Module):
             self.weight.data.copy_(tensor)
 
 
-class InAttribute(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self._wide: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._wide is None:
-            self._wide = self.weight.float()
-        return x @ self._wide
-
-
-class InBuffer(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("_transposed", None, persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._transposed is None:
-            self._transposed = self.weight.data.t().float().contiguous()
-        return x @ self._transposed
-
-
 class ByMethod(Linear):
     """The method that computes it needs no input, and the forward pass uses its input before."""
 
@@ -65,17 +43,6 @@ class ByMethod(Linear):
         if self._padded is None:
             self.pad()
         return x @ self._padded
-
-
-class InDictionary(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache: dict[str, torch.Tensor] = {}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if "wide" not in self.cache:
-            self.cache["wide"] = self.weight.float()
-        return x @ self.cache["wide"]
 
 
 class Folded(Linear):

@@ -199,12 +199,12 @@ def _global_name(model: Any, name: str) -> str:
 
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_OF_MODEL = {
+OF_MODEL = {
     EMBEDDING: "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
     OUTPUT: "lm_head.weight",
 }
-_OF_LAYER = {
+OF_LAYER = {
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
@@ -216,12 +216,12 @@ _OF_LAYER = {
 
 
 def mapping_of(name: str) -> MegatronParamMapping:
-    if name in _OF_MODEL:
-        return Auto(name, _OF_MODEL[name])
+    if name in OF_MODEL:
+        return Auto(name, OF_MODEL[name])
     _, _, layer, rest = name.split(".", 3)
     prefix = f"model.layers.{layer}."
-    if rest in _OF_LAYER:
-        return Auto(name, prefix + _OF_LAYER[rest])
+    if rest in OF_LAYER:
+        return Auto(name, prefix + OF_LAYER[rest])
     if rest.startswith("self_attention.linear_qkv."):
         kind = rest.rpartition(".")[2]
         return QueryKeyValue(name, {part: f"{prefix}self_attn.{part}_proj.{kind}" for part in "qkv"})

@@ -180,12 +180,10 @@ def run_reads(plan: ReadPlan, local: dict[int, list[torch.Tensor]]) -> dict[str,
     return targets
 
 
-def read_plans(
-    layout: SourceLayout, copies: list[list[Copy]], hosts: tuple[str, ...] | None = None
-) -> tuple[TensorIndex, list[ReadPlan]]:
-    """Returns all engine ranks' read plans, on one host unless `hosts` (of the trainer ranks) says otherwise."""
+def read_plans(layout: SourceLayout, copies: list[list[Copy]]) -> tuple[TensorIndex, list[ReadPlan]]:
+    """Returns all engine ranks' read plans, on one host."""
     index = TensorIndex.of(layout)
-    hosts = hosts or (HOST,) * layout.trainer_ranks
+    hosts = (HOST,) * layout.trainer_ranks
     return index, [plan_reads(index, c, RankLocation(rank, len(copies), HOST, hosts)) for rank, c in enumerate(copies)]
 
 

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
@@ -36,6 +35,7 @@ from sglang_reshard.protocol.messages import (
 from sglang_reshard.routes import options_around
 from support.stations import Arm, Stations
 from support.toy import ToyRank, checkpoint
+from support.toy_serving import receiver_of
 from support.toy_trainers import sharded
 
 _GROUP = timedelta(seconds=60)
@@ -115,7 +115,6 @@ class TrainerRank:
     rank: int
     state: list[tuple[str, torch.Tensor]]
     sender: WeightSender
-    stations: Stations
     values: Callable[[int], dict[str, torch.Tensor]]
 
     def become(self, version: int) -> None:
@@ -165,7 +164,7 @@ def play_trainer(rank: int, size: int, meeting: str, timeout_s: float, url: str,
     stations = Stations(links.gate).install("trainer")
     state = served(size) if url else list(sharded(0, (size,), "tp", torch.float32, hidden))
     values = served_values if url else functools.partial(checkpoint, hidden=hidden)
-    me = TrainerRank(rank, state, sender, stations, values)
+    me = TrainerRank(rank, state, sender, values)
     links.orders.send(None)
     while (order := links.orders.recv()) is not None:
         if isinstance(order, Update):
@@ -221,7 +220,6 @@ class EngineRank:
     hidden: int
     model: ToyRank
     receiver: WeightReceiver
-    stations: Stations
 
 
 def play_engine(rank: int, size: int, hidden: int, links: Links) -> None:
@@ -229,9 +227,9 @@ def play_engine(rank: int, size: int, hidden: int, links: Links) -> None:
     torch.set_num_threads(1)
     model = ToyRank(rank, size, hidden=hidden)
     model.load_weights(checkpoint(0, hidden=hidden).items())
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
+    receiver = receiver_of(model)
     stations = Stations(links.gate).install("engine")
-    me = EngineRank(rank, hidden, model, receiver, stations)
+    me = EngineRank(rank, hidden, model, receiver)
     links.orders.send(None)
     while (order := links.orders.recv()) is not None:
         if isinstance(order, Ask):
@@ -257,9 +255,5 @@ def _asked(
 
 def versions(me: EngineRank, asked: tuple[int, ...]) -> tuple[int | None, str]:
     """Which of these versions an engine rank has, bit by bit, None for none of them; and why it is torn, if it is."""
-    for version in asked:
-        stock = ToyRank(me.rank, me.model.size, hidden=me.hidden)
-        stock.load_weights(checkpoint(version, hidden=me.hidden).items())
-        if all(torch.equal(getattr(me.model, name), value) for name, value in stock.named_parameters()):
-            return version, me.receiver.torn
-    return None, me.receiver.torn
+    found = (version for version in asked if not me.model.differing(checkpoint(version, hidden=me.hidden)))
+    return next(found, None), me.receiver.torn

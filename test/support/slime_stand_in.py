@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
+from support.megatron_bridge import OF_LAYER, OF_MODEL
 from support.megatron_models import Case
 
 SOURCE = "SLIME_SOURCE"
@@ -146,20 +147,10 @@ def named_params_and_buffers(args: Namespace, model: Sequence[Any]) -> Iterator[
             yield ROOT + name, parameter
 
 
-_WHOLE = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "output_layer.weight": "lm_head.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-}
-_OF_LAYER = {
+# Transformer Engine has norms in the linear layers behind them.
+_OF_LAYER = OF_LAYER | {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-    "mlp.router.weight": "mlp.gate.weight",
 }
 
 
@@ -168,8 +159,8 @@ def convert_to_hf(
 ) -> list[tuple[str, torch.Tensor]]:
     """Returns the checkpoint tensors in a gathered parameter."""
     name = name.removeprefix(ROOT)
-    if name in _WHOLE:
-        return [(_WHOLE[name], param[: args.vocab_size] if "norm" not in name else param)]
+    if name in OF_MODEL:
+        return [(OF_MODEL[name], param[: args.vocab_size] if "norm" not in name else param)]
     _, _, layer, rest = name.split(".", 3)
     prefix = f"model.layers.{layer}."
     if rest in _OF_LAYER:

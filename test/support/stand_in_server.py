@@ -32,7 +32,6 @@ class _Asked:
     trainer: Player
     number: int
     step: Step
-    request: DistributedUpdateWeightsReq
     data: bytes
     poll_at: float | None = None
 
@@ -40,7 +39,6 @@ class _Asked:
 class StandInServer:
     """For engine ranks of one life.
 
-    said         what the engine answered last
     torn         whether its weights are, as it said last
     answered_at  when each engine rank answered, by the monotonic clock
     """
@@ -49,7 +47,6 @@ class StandInServer:
         self._engines = engines
         self._numbers = itertools.count(1)
         self._asked: _Asked | None = None
-        self.said: DistributedUpdateWeightsOutput | None = None
         self.torn = False
         self.answered_at: dict[int, float] = {}
 
@@ -60,9 +57,8 @@ class StandInServer:
         elif dead := self._dead():
             _reply(trainer, f"the engine cannot be reached: {dead} ended")
         else:
-            request = decode(data, DistributedUpdateWeightsReq)
-            self._asked = asked = _Asked(trainer, 0, "update", request, data)
-            self._ask(asked, "stage" if request.staged else "update")
+            self._asked = asked = _Asked(trainer, 0, "update", data)
+            self._ask(asked, "stage" if decode(data, DistributedUpdateWeightsReq).staged else "update")
 
     def hear(self, engine: Player, answered: Answered) -> None:
         self.answered_at[engine.rank] = answered.at
@@ -102,10 +98,8 @@ class StandInServer:
 
     def _answer(self, asked: _Asked, output: DistributedUpdateWeightsOutput | str) -> None:
         self._asked = None
-        if isinstance(output, DistributedUpdateWeightsOutput):
-            self.said = output
-            if output.success or output.torn:
-                self.torn = output.torn
+        if isinstance(output, DistributedUpdateWeightsOutput) and (output.success or output.torn):
+            self.torn = output.torn
         _reply(asked.trainer, output if isinstance(output, str) else encode(output))
 
     def _dead(self) -> str:

@@ -9,8 +9,8 @@ BIG = 1 << 62
 GOOD = tensor_parallel(2, [(4, 3), (4, 3), (5,)], [0, 0, -1])
 
 
-def stated(held, shape=(4, 2), trainer_ranks=2):
-    return SourceLayout(trainer_ranks, (), (), (SourceTensor("w", shape, "float32", EXPLICIT, 0),), (held,))
+def stated(held):
+    return SourceLayout(2, (), (), (SourceTensor("w", (4, 2), "float32", EXPLICIT, 0),), (held,))
 
 
 def rows(*held):

@@ -6,9 +6,9 @@ import threading
 import time
 
 
-def have_ended(name: str, within_s: float = 10.0) -> bool:
+def have_ended(name: str) -> bool:
     """Waits for the threads of this name. Returns whether all have ended in time."""
-    end = time.monotonic() + within_s
+    end = time.monotonic() + 10
     while any(thread.name == name for thread in threading.enumerate()):
         if time.monotonic() >= end:
             return False

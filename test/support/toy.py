@@ -9,6 +9,8 @@ norm     replicated
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 VOCAB, HEADS, KV_HEADS, HEAD_DIM = 21, 16, 2, 3
@@ -72,6 +74,12 @@ class ToyRank(torch.nn.Module):
             if name.startswith(("rotary.", "lm_head.")):  # as real loaders skip what they compute, or tie
                 continue
             getattr(self, "_load_" + name.removesuffix(".weight"))(loaded)
+
+    def differing(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
+        """Returns the names of the parameters that a stock load of these tensors leaves otherwise."""
+        stock = ToyRank(self.rank, self.size, self.norm.dtype, len(self.norm))
+        stock.load_weights(weights.items())
+        return [name for name, right in stock.named_parameters() if not torch.equal(getattr(self, name), right)]
 
     def _load_embed(self, loaded: torch.Tensor) -> None:
         first = self.rank * self.vocab_rows

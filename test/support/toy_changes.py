@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from support.toy import DRIFTING, ToyRank, checkpoint
+from support import toy_trainers
+from support.toy import DRIFTING, checkpoint
 
 HIDDEN = 64
 
@@ -18,17 +18,10 @@ def weights_of(version: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def sharded(version: int, dtype: torch.dtype) -> dict[str, DTensor]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in weights_of(version, dtype).items()}
+    return dict(toy_trainers.sharded(DRIFTING + version, (dist.get_world_size(),), "fsdp", dtype, HIDDEN))
 
 
 def become(weights: dict[str, DTensor], version: int, dtype: torch.dtype) -> None:
     with torch.no_grad():
-        for name, tensor in weights.items():
-            tensor.to_local().copy_(sharded(version, dtype)[name].to_local())
-
-
-def same(model: ToyRank, version: int, given: torch.dtype, live: torch.dtype) -> bool:
-    expected = ToyRank(model.rank, model.size, live, HIDDEN)
-    expected.load_weights(weights_of(version, given).items())
-    return all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+        for name, new in sharded(version, dtype).items():
+            weights[name].to_local().copy_(new.to_local())

@@ -64,17 +64,6 @@ def environment(folder: Path, tp_size: int) -> dict[str, str]:
     }
 
 
-def run_verl(command: list[str], folder: Path, variables: Mapping[str, str], timeout_s: float) -> str:
-    """The output of a Python command. Fails with the end of it when the command does."""
-    log = folder / "log"
-    try:
-        status = descendants.run([sys.executable, *command], dict(variables), folder, log, timeout_s)
-    except descendants.Deadline as error:
-        raise AssertionError(f"{error}\n{_tail(log)}") from error
-    assert status == 0, f"exit status {status}\n{_tail(log)}"
-    return log.read_text(errors="replace")
-
-
 def run_ppo(folder: Path, *overrides: str, steps: int = 2, timeout_s: float = 900, main: str | None = None) -> PpoRun:
     """examples/tiny_on_cpu.py: GRPO by `verl.trainer.main_ppo`, or by `main`; `overrides` are hydra's, and win."""
     settings = [f"trainer.total_training_steps={steps}", f"trainer.total_epochs={steps}", *overrides]
@@ -93,10 +82,15 @@ def run_job(function: str, folder: Path, *, tp_size: int, timeout_s: float = 900
 
 
 def run_driver(function: str, folder: Path, job: Mapping[str, Any], *, tp_size: int, timeout_s: float) -> str:
-    """The output of `function` as a driver of verl."""
-    order = json.dumps({"folder": str(folder), "tp_size": tp_size, **job})
-    command = ["-m", "support.verl_driver", function, order]
-    return run_verl(command, folder, environment(folder, tp_size), timeout_s)
+    """The output of `function` as a driver of verl. Fails with the end of it when the driver does."""
+    order, log = json.dumps({"folder": str(folder), "tp_size": tp_size, **job}), folder / "log"
+    command = [sys.executable, "-m", "support.verl_driver", function, order]
+    try:
+        status = descendants.run(command, environment(folder, tp_size), folder, log, timeout_s)
+    except descendants.Deadline as error:
+        raise AssertionError(f"{error}\n{_tail(log)}") from error
+    assert status == 0, f"exit status {status}\n{_tail(log)}"
+    return log.read_text(errors="replace")
 
 
 def _tail(log: Path) -> str:

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import describe
 from support.deepspeed_env import FOLDER, import_deepspeed
@@ -77,7 +76,7 @@ def gathered(deepspeed, engine):
 
 def train(trainer, kind, transport, dtype, folder):
     deepspeed, engine = engine_of(kind, dtype)
-    sender = WeightSender.over(trainer.group, trainer.send, transport=transport, bucket_bytes=500, timeout_s=180)
+    sender = trainer.sender(transport=transport, bucket_bytes=500, timeout_s=180)
     told = []
     for version in range(VERSIONS):
         torch.save(gathered(deepspeed, engine), f"{folder}/{version}.{trainer.rank}")
@@ -88,7 +87,6 @@ def train(trainer, kind, transport, dtype, folder):
         engine.backward(engine())
         engine.step()
     changes = sender._publisher._changes
-    sender.close()
     return told, changes is not None
 
 

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import describe, named_shards
 from support.partial_states import not_assembled
@@ -175,7 +174,7 @@ VERSIONS = 3
 
 def train(trainer, kind, orig, transport, dtype, folder):
     model = make(kind, orig, trainer.size, ToyModel(dtype))
-    sender = WeightSender.over(trainer.group, trainer.send, transport=transport, bucket_bytes=500, timeout_s=90)
+    sender = trainer.sender(transport=transport, bucket_bytes=500, timeout_s=90)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     told = []
     for version in range(VERSIONS):
@@ -186,7 +185,6 @@ def train(trainer, kind, orig, transport, dtype, folder):
         optimizer.zero_grad()
         model().backward()
         optimizer.step()
-    sender.close()
     return told
 
 

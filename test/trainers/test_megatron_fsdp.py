@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sglang_reshard import reshard
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import describe
 from support.sweep import only
@@ -119,12 +118,11 @@ def train(trainer, layout):
     reshard(back.items(), state.items())
     again = gathered_by_megatron(state)
     seen["moved back"] = all(torch.equal(again[name], wholes[name] + 1) for name in again)
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=180)
+    sender = trainer.sender(timeout_s=180)
     for version in VERSIONS:
         for name, new in megatron_state(layout, version).items():
             state[name]._local_tensor.copy_(new._local_tensor)
         sender.update(state.items(), weight_version=str(version), partial=True, verify="full")
-    sender.close()
     return seen
 
 

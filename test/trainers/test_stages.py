@@ -6,7 +6,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import ReshardError
 from support.toy import ToyRank, checkpoint
 from support.toy_serving import answered, receiver_of
@@ -75,7 +74,7 @@ def write(tensors, version):
 
 
 def train(trainer, stages, transport):
-    sender = WeightSender.over(trainer.group, trainer.send, transport=transport, bucket_bytes=500, timeout_s=90)
+    sender = trainer.sender(transport=transport, bucket_bytes=500, timeout_s=90)
     tensors = stage_tensors(trainer, stages)
     told = []
     for version in (1, 2, 3):
@@ -90,7 +89,6 @@ def train(trainer, stages, transport):
     write(moved, 4)
     report = sender.update(moved.items(), weight_version="4", partial=True)
     told.append("plan" in report.seconds)
-    sender.close()
     return told
 
 
@@ -132,7 +130,7 @@ def test_stages_are_put_together_by_any_way(ranks, engines, stages, transport, r
 
 def fail(trainer):
     """What each rank is told of: tensors that ranks disagree about, a tensor that cannot be sent, one that none has."""
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=20)
+    sender = trainer.sender(timeout_s=20)
     tensors = stage_tensors(trainer, STAGES)
     write(tensors, 1)
     wrong = {
@@ -149,7 +147,6 @@ def fail(trainer):
         sender.update(tensors.items(), weight_version="without")  # forgotten
     told["without"] = str(error.value)
     report = sender.update(tensors.items(), weight_version="1", partial=True)
-    sender.close()
     return told, report.success
 
 

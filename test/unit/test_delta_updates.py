@@ -9,16 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.routes.delta.encoding import Kind, counts_and_positions
 from sglang_reshard.routes.delta.source import DeltaSource
 from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
 from support.toy import ToyRank
-from support.toy_changes import HIDDEN, become, same, sharded
+from support.toy_changes import HIDDEN, become, sharded, weights_of
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -50,7 +48,7 @@ def train(trainer: Any, story: Story) -> list[Any]:
     """Returns the report of each update, or what its error says."""
     use_nixl()
     given = {"timeout_s": 60, "transport": story.transport, "delta": "auto", "bucket_bytes": 8192}
-    sender = WeightSender.over(trainer.group, trainer.send, **given)
+    sender = trainer.sender(**given)
     weights, told = sharded(1, story.given), []
     with mock.patch.object(DeltaSource, "encode", encoding(trainer.rank, *story.damaged)):
         for update, version in enumerate(story.versions, start=1):
@@ -62,7 +60,6 @@ def train(trainer: Any, story: Story) -> list[Any]:
                 told.append(sender.update(weights.items(), weight_version=str(update), **story.options))
             except ReshardError as error:
                 told.append(str(error))
-    sender.close()
     return told
 
 
@@ -70,14 +67,14 @@ def serve(rank: int, size: int, requests: Any, story: Story) -> list[tuple[int, 
     """Returns which version the live weights are after each update, 0 for none, and whether they are torn."""
     use_nixl()
     model = ToyRank(rank, size, story.live, HIDDEN)
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
+    receiver = receiver_of(model)
     seen = []
     for request in requests:
         if request.update == story.written and rank == 1:
             model.down.data[0, 0] += 1
         output = receiver.update(request, "not now" if request.update == story.refused else "")
         requests.answer(output)
-        found = [version for version in {*story.versions} if same(model, version, story.given, story.live)]
+        found = [version for version in {*story.versions} if not model.differing(weights_of(version, story.given))]
         seen.append((found[0] if found else 0, output.torn or bool(receiver.torn)))
     return seen
 

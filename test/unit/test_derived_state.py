@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -15,7 +16,7 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.folded import remember_built
 from sglang_reshard.trace.live_shards import live_shards
 from sglang_reshard.trace.tracer import trace
-from support import deriving
+from support import derived_patterns, deriving
 from tools.oracle.replay import replay
 from toy_loader import specs_of
 
@@ -38,7 +39,15 @@ def of_fresh(kind: type[nn.Module], seed: int) -> torch.Tensor:
     return layer(X)
 
 
-@pytest.mark.parametrize("kind", [deriving.InAttribute, deriving.InBuffer, deriving.ByMethod])
+@pytest.fixture
+def kind(request: pytest.FixtureRequest) -> Iterator[type[nn.Module]]:
+    """A class of layers, or one that keeps a copy of its weight in the place of this name."""
+    with contextlib.ExitStack() as stack:
+        place = request.param
+        yield stack.enter_context(derived_patterns.layer(place, "copy")) if isinstance(place, str) else place
+
+
+@pytest.mark.parametrize("kind", ["attribute", "buffer", deriving.ByMethod], indirect=True)
 def test_what_cuda_graphs_read_is_computed_again_where_it_is(kind):
     layer = kind()
     layer.load_weights(weights(0))
@@ -53,14 +62,14 @@ def test_what_cuda_graphs_read_is_computed_again_where_it_is(kind):
     assert torch.equal(layer(X), of_fresh(kind, 1))
 
 
-@pytest.mark.parametrize("kind", [deriving.OfInputs, deriving.InDictionary, deriving.Folded])
+@pytest.mark.parametrize("kind", [deriving.OfInputs, "dictionary", deriving.Folded], indirect=True)
 def test_what_cuda_graphs_read_and_no_method_computes_again_is_refused(kind):
     layer = kind()
     layer.load_weights(weights(0))
     derived = DerivedState(layer, addresses_stay=True)
     layer(X)
     before = layer.weight.clone(), layer(X)
-    with pytest.raises(Unsupported, match=r"(_scaled|cache\.wide|set folded).*disable_cuda_graph=True"):
+    with pytest.raises(Unsupported, match=r"(_scaled|_d\.c|set folded).*disable_cuda_graph=True"):
         derived.signature()
     assert torch.equal(layer.weight, before[0])  # a rehearsal changes nothing
     assert torch.equal(layer(X), before[1])
@@ -125,14 +134,15 @@ def test_a_tensor_that_replaces_a_parameter_is_left(loaded):
     assert ("0.weight" in derived.remark) == (not loaded)
 
 
-def test_what_sglang_loads_itself_leaves_no_state_of_the_weights_before():
-    layer = deriving.InAttribute()
+@pytest.mark.parametrize("kind", ["attribute"], indirect=True)
+def test_what_sglang_loads_itself_leaves_no_state_of_the_weights_before(kind):
+    layer = kind()
     layer.load_weights(weights(0))
     executor = UpdateExecutor(TracedModel(layer), 0, torch.device("cpu"))
     layer(X)
     layer.load_weights(weights(1))
     executor.written_by_others()
-    assert torch.equal(layer(X), of_fresh(deriving.InAttribute, 1))
+    assert torch.equal(layer(X), of_fresh(kind, 1))
 
 
 class _Lazy(Mapping[str, nn.Module]):

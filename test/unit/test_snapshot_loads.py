@@ -14,8 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Aborted, Mismatch
 from sglang_reshard.extras.snapshots.manifest import Entry
 from sglang_reshard.extras.snapshots.source import open_snapshot, served
@@ -25,6 +23,7 @@ from support.snapshot_writer import write_tensors
 from support.toy import HIDDEN, ToyRank, checkpoint, shapes
 from support.toy_repacking import Repacking, started
 from support.toy_repacking import weights as repacked
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 ENGINES = 4
@@ -60,7 +59,7 @@ def serve(
 ) -> list[Any]:
     """One engine rank. Returns its weights after each update, and whether they are torn."""
     model = MODELS[options.pop("model", "toy")](rank, size)
-    receiver, states = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu")), []
+    receiver, states = receiver_of(model, rank, size), []
     for request in requests:
         output = receiver.update(request)
         states.append((receiver.torn, {name: bits(p) for name, p in model.named_parameters()}))

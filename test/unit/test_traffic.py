@@ -101,9 +101,7 @@ def serve(rank, size, requests, transport):
     counters = Counters()
     for request in requests:
         requests.answer(receiver.update(request))
-    stock = ToyRank(rank, size, hidden=HIDDEN)
-    stock.load_weights(checkpoint(1, hidden=HIDDEN).items())
-    equal = all(torch.equal(p, getattr(model, n)) for n, p in stock.named_parameters())
+    equal = not model.differing(checkpoint(1, hidden=HIDDEN))
     return equal, counters.collectives, counters.store, counters.forbidden
 
 

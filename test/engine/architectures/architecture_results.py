@@ -82,11 +82,7 @@ def overall(entry: Mapping[str, Any]) -> str:
 
 
 def save(found: Mapping[str, Any]) -> None:
-    """An architecture a line, so that a change is a change of its line."""
-    head = {"made by": "make test-all", "sglang": version("sglang"), "transformers": version("transformers")}
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    entries = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in found.items())
-    RESULTS.write_text("{\n" + ",\n".join([*lines, f'"architectures": {{\n{entries}\n}}']) + "\n}\n")
+    _save(RESULTS, architectures=found)
 
 
 def saved() -> dict[str, Any]:
@@ -94,13 +90,18 @@ def saved() -> dict[str, Any]:
 
 
 def save_forwards(found: Mapping[str, Any], newest: Mapping[str, Any]) -> None:
-    """Saves what forward_cases.py has found, an architecture a line, with the pinned SGLang and the newest."""
+    """Saves what test_forwards.py has found with the pinned SGLang and with the newest."""
+    _save(FORWARDS, architectures=dict(sorted(found.items())), newest=dict(sorted(newest.items())))
+
+
+def _save(path: Path, **sections: Mapping[str, Any]) -> None:
+    """An architecture a line, so that a change is a change of its line."""
     head = {"made by": "make test-all", "sglang": version("sglang"), "transformers": version("transformers")}
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    for key, cases in (("architectures", found), ("newest", newest)):
-        entries = ",\n".join(f"{json.dumps(name)}: {json.dumps(cases[name])}" for name in sorted(cases))
+    for key, cases in sections.items():
+        entries = ",\n".join(f"{json.dumps(name)}: {json.dumps(case)}" for name, case in cases.items())
         lines.append(f'"{key}": {{\n{entries}\n}}')
-    FORWARDS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def saved_forwards(key: str = "architectures") -> dict[str, Any]:

@@ -59,7 +59,6 @@ class Run(NamedTuple):
     unrenewed  like `updated`, but what forward passes have derived from weights stays
     """
 
-    architecture: str
     kind: str
     folders: tuple[str, str]
 
@@ -194,7 +193,7 @@ def examined(root: Path, name: str) -> dict[str, Any]:
     reasons: list[str] = []
     refused: dict[str, Any] | None = None
     for folders in _written(architecture, root):
-        fresh = _in_fork(run, Run(architecture.name, "fresh", folders))
+        fresh = _in_fork(run, Run("fresh", folders))
         if fresh.error:
             reasons.append(fresh.error)
             continue
@@ -202,8 +201,7 @@ def examined(root: Path, name: str) -> dict[str, Any]:
             reasons.append("logits that are no finite numbers")
             continue
         again, updated, in_place, unrenewed = (
-            _in_fork(run, Run(architecture.name, kind, folders))
-            for kind in ("again", "updated", "in place", "unrenewed")
+            _in_fork(run, Run(kind, folders)) for kind in ("again", "updated", "in place", "unrenewed")
         )
         same = {name for name, digest in fresh.reachable.items() if again.reachable.get(name) == digest}
         noise = (fresh.reachable.keys() | again.reachable.keys()) - same

@@ -37,14 +37,15 @@ PROMPTS = [[5, 6, 7, 8], [100, 200]]
 class Client(threading.Thread):
     """Generates all the time; `answers` has the time of each answer, its version and its tokens."""
 
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, url: str, key: str, new_tokens: int = 4) -> None:
         super().__init__(daemon=True)
         self._url, self._headers = url, {"Authorization": f"Bearer {key}"}
+        self._sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
         self._ended = threading.Event()
         self.answers: list[tuple[float, str, list[int]]] = []
 
     def run(self) -> None:
-        body = {"input_ids": PROMPTS[0], "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}}
+        body = {"input_ids": PROMPTS[0], "sampling_params": self._sampling}
         while not self._ended.is_set():
             answer = httpx.post(f"{self._url}/generate", json=body, headers=self._headers, timeout=60)
             answer.raise_for_status()

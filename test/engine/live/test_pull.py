@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from benchmark.reference import greedy_tokens
+from server_job import PROMPTS, Client
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.protocol.session import Session
@@ -26,7 +26,6 @@ from support.servers import launch, serving
 
 pytestmark = [pytest.mark.engine]
 SIZES, KEYS = (2, 1), ("the first one's key", "the second one's key")
-PROMPTS = [[5, 6, 7, 8], [100, 200]]
 
 
 @pytest.fixture(scope="module")
@@ -61,23 +60,6 @@ def tokens(server: RemoteEngine) -> list[list[int]]:
     return greedy(server, PROMPTS, text.NEW_TOKENS)
 
 
-class Client(threading.Thread):
-    """Generates all the time."""
-
-    def __init__(self, server: RemoteEngine) -> None:
-        super().__init__(daemon=True)
-        self._server, self._ended = server, threading.Event()
-        self.answers: list[list[list[int]]] = []
-
-    def run(self) -> None:
-        while not self._ended.is_set():
-            self.answers.append(tokens(self._server))
-
-    def end(self) -> None:
-        self._ended.set()
-        self.join()
-
-
 def pull(source: RemoteEngine, target: RemoteEngine) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "sglang_reshard", "pull", "--from", source.url, "--to", target.url]
     prefix = "SGLANG_RESHARD"
@@ -108,7 +90,7 @@ def test_a_server_takes_what_another_one_has(
     first, second = servers
     report = train(first, checkpoint, "7")  # and the trainer is gone
     expected, _ = greedy_tokens(model.parent / "trained", PROMPTS, text.NEW_TOKENS, "float32")
-    client = Client(first)
+    client = Client(first.url, first.admin_api_key, text.NEW_TOKENS)
     client.start()
     done = pull(first, second)
     client.end()
@@ -120,7 +102,7 @@ def test_a_server_takes_what_another_one_has(
     assert info.layout.trainer_ranks == SIZES[0]
     assert tokens(second) == expected
     assert client.answers
-    assert all(answer == expected for answer in client.answers)
+    assert all(said == expected[0] for _, _, said in client.answers)
 
 
 def test_both_follow_the_trainer_again_and_pass_weights_back(

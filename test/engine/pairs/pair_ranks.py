@@ -12,15 +12,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from pair_models import weights
 from pairs import Pair, Placing
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.derived.live_signature import LiveSignature
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.selftest.digests import digests
 from support.live_memory import differing, fill_with_garbage
 from support.nixl_env import use_nixl
+from support.toy_serving import answered, receiver_of
 from support.world import Requests, Trainer
 
 UPDATES = (1, 2, 3)
@@ -39,9 +37,7 @@ def train(trainer: Trainer, pair: Pair, specs: list[TensorSpec], folder: str, sp
         (ranks.flip(0) if pair.mesh_reversed else ranks).view(pair.mesh),
         mesh_dim_names=("first", "second", "third")[: len(pair.mesh)],
     )
-    sender = WeightSender.over(
-        trainer.group, trainer.send, bucket_bytes=pair.bucket_bytes, timeout_s=TIMEOUT_S, transport=pair.transport
-    )
+    sender = trainer.sender(bucket_bytes=pair.bucket_bytes, timeout_s=TIMEOUT_S, transport=pair.transport)
     state = sharded(pair.placings, weights(specs, 0, pair.trainer_dtype), mesh)
     phases, reports = [], []
     for version in UPDATES:
@@ -56,7 +52,6 @@ def train(trainer: Trainer, pair: Pair, specs: list[TensorSpec], folder: str, sp
         report = sender.update(state.items(), weight_version=str(version))
         phases.append(sorted(report.seconds))
         reports.append(report.as_dict())
-    sender.close()
     return {"phases": phases, "reports": reports}
 
 
@@ -104,13 +99,10 @@ def serve(
     """Updates of this rank's model, then stock loads of the same weights; where they differ."""
     use_nixl()
     model = build_rank(folder, tp_size=size, tp_rank=rank, ep_size=pair.ep, dtype=pair.engine_dtype)
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
+    receiver = receiver_of(model, rank, size)
     fill_with_garbage(model)
     signature = LiveSignature(model).current()
-    updated = []
-    for request in requests:
-        requests.answer(receiver.update(request))
-        updated.append(digests(model))
+    updated = [digests(model) for _ in answered(receiver, requests)]
     same_addresses = LiveSignature(model).current() == signature
     fill_with_garbage(model)
     loaded = []

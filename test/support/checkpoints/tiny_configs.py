@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from support.checkpoints.published import merged
+
 VOCABULARY, LAYERS, KV_HEADS, EXPERTS = 509, 4, 2, 8
 
 
@@ -65,7 +67,7 @@ _BIAS = re.compile(r"(\w+_)?bias")
 def tiny(config_class: type, sizes: Sizes = TINY, **instead: Any) -> Any:
     """A tiny config of this class, with some keys, or keys of its parts, as they are given."""
     standard = config_class()
-    changes = _merged(_changes(standard, sizes), instead)
+    changes = merged(_changes(standard, sizes), instead)
     config = config_class(**changes)
     again = {k: v for k, v in config.to_dict().items() if k not in changes and _is_by_layer(v, standard)}
     if again:
@@ -74,11 +76,6 @@ def tiny(config_class: type, sizes: Sizes = TINY, **instead: Any) -> Any:
         # The class of this part no longer declares the key, and the model still reads it.
         config.attn_config.rope_theta = 10000.0
     return config
-
-
-def _merged(changes: dict[str, Any], instead: dict[str, Any]) -> dict[str, Any]:
-    parts = {k: _merged(changes[k], v) for k, v in instead.items() if isinstance(v, dict) and k in changes}
-    return changes | instead | parts
 
 
 def has_experts(config: dict[str, Any]) -> bool:

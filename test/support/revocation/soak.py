@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineUnreachable, TornWeights
 from support.toy import ToyRank
 from support.toy_changes import HIDDEN, sharded
+from support.toy_serving import receiver_of
 from support.world import run_world
 
 DTYPE = torch.float32
@@ -49,7 +47,7 @@ def train(trainer: Any, updates: int, transport: str, seed: int) -> list[str]:
         time.sleep(chance.uniform(0.0, 0.004))
         raise EngineUnreachable("a proxy closed the connection")
 
-    sender = WeightSender.over(trainer.group, send if trainer.rank == 0 else None, timeout_s=30, transport=transport)
+    sender = trainer.sender(lambda _: send, transport=transport)
     weights, told = sharded(1, DTYPE), []
     for version in range(1, updates + 1):
         _fill(weights, float(version))
@@ -63,7 +61,6 @@ def train(trainer: Any, updates: int, transport: str, seed: int) -> list[str]:
         _fill(weights, float("nan"))
     for thread in late:
         thread.join(30)
-    sender.close()
     return told
 
 
@@ -76,7 +73,7 @@ def _fill(weights: dict[str, Any], value: float) -> None:
 def serve(rank: int, size: int, requests: Any, _updates: int, _transport: str, _seed: int) -> dict[int, str]:
     """Returns how each update has ended that has reached this rank. Raises AssertionError for values of another one."""
     model = ToyRank(rank, size, DTYPE, HIDDEN)
-    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
+    receiver = receiver_of(model)
     ended, live = {}, 0
     for request in requests:
         output = receiver.update(request)

@@ -4,7 +4,6 @@ description  hosts, GPUs, and what each process sees of them
 memory       GPU memory of a process: files that other processes can really map
 libcuda      the driver's functions for handles
 torch_cuda   torch.cuda, and torch's idea of where a tensor is
-torch_ipc    torch's own handles, and their counters
 streams      what a process has given to its GPUs, done when it is waited for
 torch_ops    torch's own operations, in the order of streams
 captures     captures of CUDA graphs, and who breaks them

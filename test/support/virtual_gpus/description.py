@@ -19,7 +19,6 @@ class VirtualGpus:
     garbled          pairs likewise that are said to have it, and read other bytes than are there
     capacity         bytes of a GPU
     context          bytes that one process takes of a GPU by using it
-    fabric           names an NVLink domain that all hosts are in; empty for none
     freed_while_mapped  "violation", or "undefined": the readers then see a pattern, as nothing is promised to them
     """
 
@@ -31,7 +30,6 @@ class VirtualGpus:
     capacity: int = 256 * MIB
     context: int = 4 * MIB
     freed_while_mapped: str = "violation"
-    fabric: str = ""
 
     def uuid(self, host: str, number: int) -> str:
         return f"GPU-{self.hosts.index(host):04x}-{number:04x}"

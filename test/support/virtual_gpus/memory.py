@@ -131,16 +131,13 @@ class VirtualMemory:
                     self.trim(number)  # as torch's allocator does before it gives up
                 if nbytes > self.free_bytes(number):
                     raise OutOfMemory(f"CUDA out of memory: {nbytes:,} bytes on virtual GPU {number}")
-                found = self._new_file(nbytes, number)
+                found = self._map(*self._create(nbytes, number))
             else:
                 self._unused[number].remove(found)
             self._allocated_in[found.base] = stream
             array = (ctypes.c_ubyte * nbytes).from_address(found.base)
             weakref.finalize(array, self._array_dropped, found.base).atexit = False
             return array
-
-    def _new_file(self, nbytes: int, number: int) -> Memory:
-        return self._map(*self._create(nbytes, number))
 
     def _create(self, nbytes: int, number: int) -> tuple[int, Memory]:
         """Returns a new file's descriptor, and what it is of, at no address yet."""
@@ -186,7 +183,7 @@ class VirtualMemory:
         """
         with self._lock:
             stream = self._allocated_in[memory.base]
-            if self.is_referred_to(memory) or (self.streams.is_doing and not self.keeps_unused):
+            if self.streams.is_doing and not self.keeps_unused:
                 self._limbo.append(memory)
             elif self.keeps_unused:
                 if self.streams.is_done(self.streams.point(stream)):
@@ -197,10 +194,6 @@ class VirtualMemory:
             else:
                 self.streams.finish_stream(stream)
                 self._free(memory)
-
-    def is_referred_to(self, memory: Memory) -> bool:
-        """Returns whether torch would not free it; see `torch_ipc`."""
-        return False
 
     def _free(self, memory: Memory) -> None:
         mapped = self.mapped_by_others(memory)

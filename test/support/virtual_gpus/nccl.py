@@ -6,8 +6,8 @@
 - calls hold the communicator's lock while they wait for its construction, and so does an abort, which waits for the
   other members of the host to abort or to die. (torch 2.11 gives the lock back before that last wait, if the group
   aborts; an operation that has failed aborts with the lock.)
-- a GPU twice in one communicator, settings that differ between members of a host or of an NVLink domain, and limits of
-  thread blocks that differ between any members are broken rules
+- a GPU twice in one communicator, settings that differ between members of a host, and limits of thread blocks that
+  differ between any members are broken rules
 - buffers are GPU memory that this process has allocated on its own GPU
 - communicators that are in use at once must find room on a GPU together: the order of their operations differs
 - operations begin in their order and end later; `wait` of one that has not ended is not bounded by anything, and makes
@@ -45,7 +45,6 @@ ENDED_BY_WATCHDOG = 86  # exit code
 SETTINGS = (
     "NCCL_CUMEM_ENABLE", "NCCL_CUMEM_HOST_ENABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE",
 )  # fmt: skip
-DOMAIN_SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_MNNVL_ENABLE")
 CTAS = 132  # thread blocks that run on an H100 at once; operations that find no room wait for others to end
 DEFAULT_CTAS = 32  # of a communicator that is not limited
 FROZEN_S = 3.0  # for as long a call keeps the interpreter's lock that would keep it until other processes do something
@@ -161,10 +160,9 @@ class VirtualProcessGroup:
     """One rank's end. Its thread makes the communicator, and then executes what it is given."""
 
     Options = _Options
-    NCCLConfig = dist.ProcessGroupNCCL.NCCLConfig
 
     def __init__(self, nccl: VirtualNccl, store: Any, rank: int, size: int, options: Any) -> None:
-        self.nccl, self._store, self._rank, self._size, self.options = nccl, store, rank, size, options
+        self.nccl, self._store, self._rank, self._size = nccl, store, rank, size
         self.timeout_s: float = options._timeout.total_seconds()
         self.waits_on_host = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") == "1"
         handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"
@@ -209,7 +207,6 @@ class VirtualProcessGroup:
         card = {
             "gpu": gpus.uuid(place.host, place.number),
             "settings": self._settings,
-            "domain_settings": {name: os.environ.get(name, "") for name in DOMAIN_SETTINGS},
             "ctas": self._ctas,
             "pid": os.getpid(),
             "host": place.host,
@@ -222,12 +219,8 @@ class VirtualProcessGroup:
         self._until(lambda: all(f.exists() for f in files))
         cards = [json.loads(f.read_bytes()) for f in files]
         self._pids = {rank: card["pid"] for rank, card in enumerate(cards)}
-        own = cards[self._rank]
         if len(limits := {card["ctas"] for card in cards}) > 1:
             self.nccl.journal.broken(f"limits of thread blocks differ between members, which hangs: {sorted(limits)}")
-            self._until(lambda: False)
-        if self.nccl.gpus.fabric and any(card["domain_settings"] != own["domain_settings"] for card in cards):
-            self.nccl.journal.broken("NCCL's settings differ between members of an NVLink domain, which hangs")
             self._until(lambda: False)
         on = [card["gpu"] for card in cards]
         if twice := sorted({gpu for gpu in on if on.count(gpu) > 1}):
@@ -258,9 +251,6 @@ class VirtualProcessGroup:
                 pass
             self._raise_error()
 
-    def get_error(self) -> ErrorType:
-        return self._error
-
     def abort(self) -> None:
         """Raises if it lasts longer than the group's timeout. Its thread goes on then, and keeps the lock."""
         thread = threading.Thread(target=self.abort_under_lock, name="virtual NCCL abort", daemon=True)
@@ -289,15 +279,6 @@ class VirtualProcessGroup:
             card = json.loads(self._file(str(rank)).read_bytes())
             return card["host"] == self.nccl.place.host and Path(f"/proc/{card['pid']}/fd").exists()
         return False
-
-    def shutdown(self) -> None:
-        self.abort()
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
 
     def __del__(self) -> None:
         with contextlib.suppress(FileNotFoundError):

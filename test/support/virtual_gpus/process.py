@@ -28,7 +28,6 @@ from support.virtual_gpus.memory import VirtualMemory
 from support.virtual_gpus.nccl import VirtualNccl
 from support.virtual_gpus.nixl import VirtualNixl
 from support.virtual_gpus.torch_cuda import VirtualTorchCuda
-from support.virtual_gpus.torch_ipc import VirtualTorchIpc
 from support.virtual_gpus.torch_ops import StreamOrder
 
 RECORDER_ENTRIES = 32  # of a flight recorder that is full after few updates: what is kept for it grows no further
@@ -37,12 +36,8 @@ RECORDER_ENTRIES = 32  # of a flight recorder that is full after few updates: wh
 class VirtualRuntime(CudaRuntime):
     """The package's own, over virtual torch.cuda and a virtual driver; but tensors are the CPU's to torch."""
 
-    def __init__(self, gpus: VirtualGpus) -> None:
-        super().__init__()
-        self._gpus = gpus
-
     def fabric(self, device: torch.device) -> str:
-        return self._gpus.fabric
+        return ""
 
     def storage(self, address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         found: Any = torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes)
@@ -71,13 +66,12 @@ class VirtualProcess:
         VirtualNccl(self.gpus, self.place, self.memory, self.journal, self.cuda).install()
         VirtualNixl(self.memory, self.journal).install()
         VirtualKernel(self.memory, self.library, self.cuda, self.journal).install()
-        VirtualTorchIpc(self.memory, self.library, self.cuda, self.place.allocator, self.journal).install()
         driver = CudaDriver(self.library)
         _replace_everywhere("sglang_reshard.gpu.driver", "cuda_driver", lambda: driver)
         recorded = deque[object](maxlen=RECORDER_ENTRIES)
         _replace_everywhere("sglang_reshard.routes.wire.recorded_works", "RECORDED_WORKS", recorded)
         _replace_everywhere("sglang_reshard.memory.mapping", "host_identity", lambda: self.place.host)
-        use(VirtualRuntime(self.gpus))
+        use(VirtualRuntime())
         self._watch_the_engine()
         return self
 

@@ -328,11 +328,6 @@ class VirtualStream:
         if event.point is not None:
             self.cuda._memory.streams.wait(self.cuda.key(self), event.point)
 
-    def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
-        event = event or VirtualEvent(self.cuda)
-        event.record(self)
-        return event
-
 
 class VirtualEvent:
     """As torch.cuda.Event."""
