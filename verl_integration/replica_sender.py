@@ -183,8 +183,8 @@ class ReplicaSender:
         return metrics
 
 
-def take_metrics() -> dict[str, float]:
-    """Returns the metrics of the last sync in this process, once."""
+def take_metrics(_worker: Any) -> dict[str, float]:
+    """Returns the metrics of the last sync in this process, once. The driver calls it in a worker."""
     metrics = dict(_last_metrics)
     _last_metrics.clear()
     return metrics
