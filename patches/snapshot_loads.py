@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_reshard import tasks
-from sglang_reshard.errors import EngineRefused, ReshardError, TornWeights
+from sglang_reshard.errors import EngineRefused, TornWeights
 from sglang_reshard.landings.shadow import NO_ROOM
 from sglang_reshard.patches import weights_info
-from sglang_reshard.patches.tokenizer_manager import failed, until_written, update_by_server
+from sglang_reshard.patches.tokenizer_manager import until_written, update_by_server
 from sglang_reshard.patches.weights_sharing import engine_interface
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
@@ -70,10 +70,7 @@ async def _update(
 
     serving = functools.partial(served, source, asked, staged=staged, interface=engine_interface(manager, LOOPBACK))
     async with tasks.entered(serving) as request:
-        try:
-            return await update_by_server(manager, request)
-        except ReshardError as error:
-            return failed(manager, error)
+        return await update_by_server(manager, request)
 
 
 def _held(manager: TokenizerManager, asked: LoadSnapshotReq) -> str:

@@ -106,12 +106,6 @@ async def update_by_server(
     return await observed(functools.partial(run_update, check=check))(self, request)
 
 
-def failed(self: TokenizerManager, error: ReshardError) -> DistributedUpdateWeightsOutput:
-    """Returns the outcome of a server's own update that has raised."""
-    torn = bool(sound_weights.torn(self))
-    return DistributedUpdateWeightsOutput(success=False, torn=torn, message=str(error))
-
-
 async def until_written(self: TokenizerManager, work: Coroutine[Any, Any, T]) -> T:
     """Runs a server's own update. Cancels it if this call is cancelled, unless the schedulers write already."""
     self.auto_create_handle_loop()

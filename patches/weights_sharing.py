@@ -23,7 +23,7 @@ from sglang_reshard.extras.replicas.pull import refusal as peer_refusal
 from sglang_reshard.extras.replicas.share import has_begun, wait_until_shared
 from sglang_reshard.patches import sound_weights, weights_info
 from sglang_reshard.patches.schedulers import ask_schedulers
-from sglang_reshard.patches.tokenizer_manager import failed, until_written, update_by_server
+from sglang_reshard.patches.tokenizer_manager import until_written, update_by_server
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
@@ -132,7 +132,8 @@ async def _pull(manager: TokenizerManager, request: PullWeightsReq) -> Distribut
         try:
             return await pull_from(request, update)
         except ReshardError as error:
-            return failed(manager, error)
+            torn = bool(sound_weights.torn(manager))
+            return DistributedUpdateWeightsOutput(success=False, torn=torn, message=str(error))
 
 
 def engine_interface(manager: TokenizerManager, interface: str) -> str:
