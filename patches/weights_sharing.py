@@ -9,6 +9,7 @@ While weights are shared, requests are served; what writes or releases weights w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import socket
 from typing import TYPE_CHECKING
@@ -63,39 +64,35 @@ async def share(manager: TokenizerManager, request: ShareWeightsReq, interface: 
     except OSError as error:
         raise Unsupported(f"{interface} is not an address of this host: {error}") from error
     request = msgspec.structs.replace(request, address=server.address, weight_version=live.version or None)
-    begun: asyncio.Future[DistributedUpdateWeightsOutput] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(_share(manager, request, live.engine_ranks, server, begun))
+    begins = asyncio.create_task(ask_schedulers(manager, request, "share"))
+    task = asyncio.create_task(_share(begins, request, live.engine_ranks, server))
     try:
         # No update commits without the control server on which its ranks vote.
         end = functools.partial(asyncio.to_thread, server.close)
-        begins = functools.partial(has_begun, server, live.engine_ranks)
-        weights_info.add_share(manager, task, weights_info.Share(begins, end))
+        takes_part = functools.partial(has_begun, server, live.engine_ranks)
+        weights_info.add_share(manager, task, weights_info.Share(takes_part, end))
     except EngineRefused:
+        begins.cancel()
         task.cancel()
         await asyncio.to_thread(server.close)
         raise
-    output = await asyncio.shield(begun)
+    output = await asyncio.shield(begins)
     if not output.success:
         raise EngineRefused(output.message)
     return SharedWeights(server.address, live.version, live.digest, _dtype(manager), live.publication)
 
 
 async def _share(
-    manager: TokenizerManager,
+    begins: asyncio.Task[DistributedUpdateWeightsOutput],
     request: ShareWeightsReq,
     engine_ranks: int,
     server: ControlServer,
-    begun: asyncio.Future[DistributedUpdateWeightsOutput],
 ) -> None:
     """Ends when no engine rank reads its weights for the other engine."""
     try:
-        output = await ask_schedulers(manager, request, "share")
-        begun.set_result(output)
-        if output.success:
-            await asyncio.to_thread(wait_until_shared, request, engine_ranks)
-    except Exception as error:
-        if not begun.done():
-            begun.set_exception(error)
+        with contextlib.suppress(Exception):  # of `begins`, which `share` raises, and of a share that was ended
+            if (await begins).success:
+                await asyncio.to_thread(wait_until_shared, request, engine_ranks)
     finally:
         await asyncio.to_thread(server.close)  # ends an engine rank's share that another one's failure leaves waiting
 
