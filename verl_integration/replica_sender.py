@@ -80,6 +80,8 @@ class ReplicaSender:
         if self._sender is None:
             self._sender = self._multi_sender(address, self._settings.sender, relay=self._settings.relay)
         self._sender.wait_for_background()
+        if self.failed.keys() & replicas.keys():  # back already: a failure counts until a call without the replica
+            self._sender.set_engines({name: send for name, send in replicas.items() if name not in self.failed})
         self._sender.set_engines(replicas)
         self._address, self._replicas = address, replicas
 

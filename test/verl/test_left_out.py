@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import torch.distributed as dist
 
 from sglang_reshard.errors import EngineRefused
+from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
 from sglang_reshard.protocol.weights_info import WeightsInfo
-from sglang_reshard.verl import replica_weights
+from sglang_reshard.trainer.update_sender import UpdateSender
+from sglang_reshard.verl import replica_sender, replica_weights
 from sglang_reshard.verl.replica_weights import LeftOut, pull_weights
+from sglang_reshard.verl.settings import Settings
 
 BOTH = {"a": "u/a", "b": "u/b"}
 
@@ -124,6 +130,31 @@ def test_an_equal_version_alone_heals_nothing(
     left_out.sync_ended(BOTH, {"b": "EngineUnreachable: its answer was lost"})
     assert wait(left_out) == ()
     assert servers.pulls == ([] if same else [("u/a", "u/b")])
+
+
+def test_one_that_is_back_before_the_next_sync_takes_part_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`MultiEngineSender` excludes an engine that failed until a call of `set_engines` was without it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sender = replica_sender.ReplicaSender(Settings(on_failure="exclude", interface="127.0.0.1"))
+        address = sender.host()
+        assert address is not None
+        sender.set_replicas(address, BOTH)
+        engines = sender._sender
+        assert engines is not None
+
+        def fails(self: UpdateSender, *_: Any) -> dict[int, Any]:
+            updated = msgspec.structs.replace(UpdateReport.failed("", None), success=True)
+            return {0: updated, 1: EngineRefused("offloaded")}
+
+        monkeypatch.setattr(UpdateSender, "update_engines", fails)
+        sender._sync(engines, SimpleNamespace(is_param_offload_enabled=False), [], False, 1, 0.0)
+        assert (engines.engines, [*sender.failed]) == (("a",), ["b"])
+        sender.set_replicas(address, BOTH)
+        assert engines.engines == ("a", "b")
+        engines.close()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_nobody_is_asked_before_the_first_sync(servers: Servers) -> None:
