@@ -43,7 +43,7 @@ def check(version: str | None = None) -> None:
         release = Version(Version(reported).base_version)
     except InvalidVersion:
         release = Version("0")
-    if release == Version("0") or release == Version("0.0.0"):
+    if release == Version("0"):  # 0.0.0 is equal
         logger.warning("SGLang %s is an unknown release; sglang-reshard is tested with %s", reported, _RANGE)
     elif release < OLDEST:
         raise Unsupported(f"SGLang {reported} is older than {OLDEST}; install a version of {_RANGE}")
