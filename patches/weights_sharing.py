@@ -102,8 +102,6 @@ async def pull(manager: TokenizerManager, request: PullWeightsReq) -> Distribute
 
     Ends when it is cancelled, unless the schedulers write already.
     """
-    if refusal := peer_refusal(request.url) or weights_info.under_way(manager):
-        return DistributedUpdateWeightsOutput(success=False, message=refusal)
     return await until_written(manager, _pull(manager, request))
 
 
@@ -123,9 +121,10 @@ async def _pull(manager: TokenizerManager, request: PullWeightsReq) -> Distribut
         asked = msgspec.structs.replace(asked, publication=shared.publication)
         return await update_by_server(manager, asked, unchanged)
 
-    with weights_info.running(
-        manager, f"weights of {request.url} are being pulled; repeat this when the pull has ended"
-    ):
+    if refusal := peer_refusal(request.url) or weights_info.under_way(manager):
+        return DistributedUpdateWeightsOutput(success=False, message=refusal)
+    pulling = f"weights of {request.url} are being pulled; repeat this when the pull has ended"
+    with weights_info.running(manager, pulling):  # no await since the check, or another update could pass it, too
         try:
             return await pull_from(request, update)
         except ReshardError as error:
