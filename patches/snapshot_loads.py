@@ -32,17 +32,12 @@ if TYPE_CHECKING:
     from sglang_reshard.extras.snapshots.source import SnapshotSource
 
 
+@until_written
 async def load(manager: TokenizerManager, asked: LoadSnapshotReq) -> LoadSnapshotOutput:
     """Loads a snapshot, unless the engine holds later weights, or gets others just now.
 
-    Ends when it is cancelled, unless the schedulers write already.
-
     Raises Mismatch, EngineRefused and TornWeights for a snapshot that cannot be loaded.
     """
-    return await until_written(manager, _load(manager, asked))
-
-
-async def _load(manager: TokenizerManager, asked: LoadSnapshotReq) -> LoadSnapshotOutput:
     from sglang_reshard.extras.snapshots.manifest import Entry
     from sglang_reshard.extras.snapshots.source import open_snapshot  # a server that follows nothing needs none of it
 

@@ -97,15 +97,10 @@ async def _share(
         await asyncio.to_thread(server.close)  # ends an engine rank's share that another one's failure leaves waiting
 
 
+@until_written
 async def pull(manager: TokenizerManager, request: PullWeightsReq) -> DistributedUpdateWeightsOutput:
-    """Updates the engine to another one's live weights, and to their version. Raises nothing.
+    """Updates the engine to another one's live weights, and to their version. Raises nothing."""
 
-    Ends when it is cancelled, unless the schedulers write already.
-    """
-    return await until_written(manager, _pull(manager, request))
-
-
-async def _pull(manager: TokenizerManager, request: PullWeightsReq) -> DistributedUpdateWeightsOutput:
     async def update(asked: DistributedUpdateWeightsReq, shared: SharedWeights) -> DistributedUpdateWeightsOutput:
         def unchanged(output: DistributedUpdateWeightsOutput) -> DistributedUpdateWeightsOutput:
             """Compares the digests, if both are of weights in the same dtype."""
