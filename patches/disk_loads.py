@@ -19,13 +19,7 @@ import torch.distributed as dist
 
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.patches import (
-    engine_start,
-    model_runner,
-    sglang_versions,
-    sound_weights,
-    weights_info,
-)
+from sglang_reshard.patches import engine_start, model_runner, sound_weights, weights_info
 from sglang_reshard.patches.schedulers import asked, is_answered, silence
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, StockLoadReq
 from sglang_reshard.trace.tracer import trace
@@ -64,6 +58,8 @@ def note_load(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def loaded(scheduler: Scheduler, request: StockLoadReq) -> DistributedUpdateWeightsOutput:
     """Returns how the last load from disk has ended, the same on all engine ranks of this replica. Collective."""
+    from sglang.srt.distributed.parallel_state import get_world_group
+
     runner = scheduler.tp_worker.model_runner
     own = _loads.failed or (_LOADED if _loads.begun else _UNTOUCHED)
     failed = bool(_loads.failed)
@@ -71,7 +67,7 @@ def loaded(scheduler: Scheduler, request: StockLoadReq) -> DistributedUpdateWeig
         own = _lacking(runner)
     forget()
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (own, failed), group=sglang_versions.world_cpu_group())
+    dist.all_gather_object(of_ranks, (own, failed), group=get_world_group().cpu_group)
     whys = [f"engine rank {rank}: {why}" for rank, (why, _) in enumerate(of_ranks) if why not in (_UNTOUCHED, _LOADED)]
     untouched = [why == _UNTOUCHED for why, _ in of_ranks]
     torn = any(rank_failed for _, rank_failed in of_ranks) or (any(untouched) and not all(untouched))

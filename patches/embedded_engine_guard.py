@@ -85,9 +85,11 @@ class EngineProcesses:
                 members.append(EngineProcess(_title(process), process, handles.get(pid)))
         return cls(tuple(members), frozenset(segments_of(member.process.pid for member in members)))
 
-    def exit_report(self) -> str:
-        """Returns which processes ended, and how; empty while all run."""
-        return "; ".join(filter(None, (member.exit_report() for member in self.members)))
+    def death(self) -> str:
+        """Returns which processes ended, how, and what to do; empty while all run."""
+        if not (exited := "; ".join(filter(None, (member.exit_report() for member in self.members)))):
+            return ""
+        return f"the engine cannot continue: {exited}. Look at its log, shut it down and start it again"
 
 
 def watch_processes(engine: Engine) -> None:
@@ -119,10 +121,9 @@ def watch_processes(engine: Engine) -> None:
 
 
 def death(engine: Engine) -> str:
-    """Returns which processes of a watched engine have ended, and what to do; empty while all run."""
+    """Returns `EngineProcesses.death` of an engine; empty for one that is not watched."""
     watched: EngineProcesses | None = getattr(engine, _PROCESSES, None)
-    exited = watched.exit_report() if watched is not None else ""
-    return _MESSAGE.format(exited) if exited else ""
+    return watched.death() if watched is not None else ""
 
 
 def unwatch(engine: Engine) -> None:
@@ -148,19 +149,16 @@ class _WatchedLoop:
     async def _watch(self, call: Awaitable[T]) -> T:
         task = asyncio.ensure_future(call)
         while not (await asyncio.wait([task], timeout=_POLL_S))[0]:
-            if exited := self._processes.exit_report():
+            if died := self._processes.death():
                 task.cancel()
                 await asyncio.wait([task], timeout=_CANCEL_S)
-                raise EngineDied(_MESSAGE.format(exited))
+                raise EngineDied(died)
         try:
             return task.result()
         except Exception as error:
-            if exited := self._processes.exit_report():  # the cause of whatever the call raised
-                raise EngineDied(_MESSAGE.format(exited)) from error
+            if died := self._processes.death():  # the cause of whatever the call raised
+                raise EngineDied(died) from error
             raise
-
-
-_MESSAGE = "the engine cannot continue: {}. Look at its log, shut it down and start it again"
 
 
 def _restore_signal_handlers(sigterm_handler: Any = None) -> None:

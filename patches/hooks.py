@@ -10,7 +10,7 @@ of an unknown type. So all processes are asked before the first update.
 from __future__ import annotations
 
 import asyncio
-import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,13 @@ from sglang_reshard.version import VERSION_KEY, __version__
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+_Hooks = list[tuple[str, Callable[..., Any]]]  # target in sglang.srt, hook
+
 
 def register() -> None:
     """Registers all of them: SGLang applies hooks once all plugins are loaded."""
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_reshard.patches import (
@@ -42,16 +46,10 @@ def register() -> None:
         weights_info,
     )
 
-    def created(_result: Any, manager: TokenizerManager, *_: Any, **__: Any) -> None:
-        metrics.initialize(manager)
-
-    def version_set(_result: Any, manager: TokenizerManager, *_: Any, **__: Any) -> None:
-        metrics.set_version(manager)
-
     manager = "managers.tokenizer_manager.TokenizerManager"
     mixin = "managers.tokenizer_control_mixin.TokenizerControlMixin"
     memory_saver_adapter = "utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal"
-    before = (
+    before: _Hooks = [
         # Every start of an engine calls one of these: Ray's only the second, the Rust server's only the first.
         ("entrypoints.engine.Engine._launch_scheduler_processes", engine.check_arguments),
         ("entrypoints.engine.Engine._launch_detokenizer_subprocesses", engine.check_arguments),
@@ -61,49 +59,43 @@ def register() -> None:
         (f"{manager}._send_batch_request", request_gate.refuse_registered),
         ("managers.schedule_batch.Req.init_next_round_input", cache_versions.mark),
         (f"{memory_saver_adapter}.pause", model_runner.before_pause),
-    )
-    after = (
+    ]
+    after: _Hooks = [
         ("model_loader.loader._initialize_model", repacking.remember),
         ("model_executor.model_runner.ModelRunner.load_model", model_runner.remember),
         ("managers.scheduler.Scheduler.init_request_dispatcher", scheduler.dispatch),
         ("managers.scheduler.Scheduler.get_internal_state", scheduler.report_version),
         # By then SGLang has set up its own metrics. A hook on the server's module would import it, and FastAPI with it,
         # in every scheduler; a process that may be a server has a tokenizer manager.
-        (f"{mixin}.init_communicators", created),
+        (f"{mixin}.init_communicators", metrics.initialize),
         (f"{mixin}.init_communicators", http_server.extend),
-    )
-    around = (
+        (f"{mixin}._update_weight_version_if_provided", metrics.set_version),  # by any update, SGLang's own too
+    ]
+    around: _Hooks = [
         ("model_loader.loader.initialize_dummy_weights", engine_start.randomize),
         ("model_loader.loader.DefaultModelLoader.load_weights_and_postprocess", disk_loads.note_load),
         (f"{manager}._wait_for_model_update_from_disk", disk_loads.update_from_disk),
         (f"{manager}.continue_generation", request_gate.continue_generation),
-    )
-    if_there = (  # not all versions of SGLang have all of them
-        # SGLang's own updates set the version, too.
-        (HookType.AFTER, mixin, "_update_weight_version_if_provided", version_set),
         # The methods by which SGLang itself changes weights.
-        (HookType.AROUND, manager, "update_weights_from_disk", weights_info.around_load),
-        (HookType.AROUND, manager, "update_weights_from_distributed", weights_info.around_update),
-        (HookType.AROUND, manager, "update_weights_from_tensor", weights_info.around_update),
-        (HookType.AROUND, manager, "update_weights_from_ipc", weights_info.around_update),
-        (HookType.AROUND, manager, "begin_weight_update", weights_info.around_write),  # writes nothing itself
-        (HookType.AROUND, manager, "release_memory_occupation", weights_info.around_release),
-        (HookType.AROUND, "managers.scheduler.Scheduler", "record_weight_version_change", token_versions.around_record),
-    )
-    until_0518 = (
-        ("managers.scheduler.Scheduler.init_request_dispatcher", token_versions.begin),
-        ("managers.schedule_batch.Req.__init__", token_versions.watch),
-        (f"{mixin}.init_communicators", token_versions.extend),
-    )
+        (f"{manager}.update_weights_from_disk", weights_info.around_load),
+        (f"{manager}.update_weights_from_distributed", weights_info.around_update),
+        (f"{manager}.update_weights_from_tensor", weights_info.around_update),
+        (f"{manager}.update_weights_from_ipc", weights_info.around_update),
+        (f"{manager}.release_memory_occupation", weights_info.around_release),
+    ]
+    if sglang_versions.reports_token_versions(Scheduler):
+        around.append(("managers.scheduler.Scheduler.record_weight_version_change", token_versions.around_record))
+    else:
+        after += [
+            ("managers.scheduler.Scheduler.init_request_dispatcher", token_versions.begin),
+            ("managers.schedule_batch.Req.__init__", token_versions.watch),
+            (f"{mixin}.init_communicators", token_versions.extend),
+        ]
+    if hasattr(TokenizerManager, "begin_weight_update"):  # from 0.5.21; it writes nothing itself
+        around.append((f"{manager}.begin_weight_update", weights_info.around_write))
     for kind, hooks in ((HookType.BEFORE, before), (HookType.AFTER, after), (HookType.AROUND, around)):
         for target, hook in hooks:
             HookRegistry.register(f"sglang.srt.{target}", hook, kind)
-    if not sglang_versions.reports_token_versions(pkgutil.resolve_name("sglang.srt.managers.scheduler.Scheduler")):
-        for target, hook in until_0518:
-            HookRegistry.register(f"sglang.srt.{target}", hook, HookType.AFTER)
-    for kind, owner, method, hook in if_there:
-        if hasattr(pkgutil.resolve_name(f"sglang.srt.{owner}"), method):
-            HookRegistry.register(f"sglang.srt.{owner}.{method}", hook, kind)
 
 
 @dataclass

@@ -105,7 +105,7 @@ LABEL_VALUES = {
 }
 
 
-def initialize(manager: TokenizerManager) -> None:
+def initialize(_result: Any, manager: TokenizerManager, *_: Any, **__: Any) -> None:
     """Exports zeros of every metric before the first update, without which a first increase would not be detected."""
     if not _enabled(manager):
         return
@@ -116,7 +116,7 @@ def initialize(manager: TokenizerManager) -> None:
     for gauge in METRICS:
         if gauge.kind == "gauge":  # not shown before it is set, where several processes share a folder
             collectors[gauge.name].set(0)
-    set_version(manager)
+    set_version(None, manager)
 
 
 def set_torn(manager: TokenizerManager, torn: bool) -> None:
@@ -124,7 +124,7 @@ def set_torn(manager: TokenizerManager, torn: bool) -> None:
         _collectors()[TORN.name].set(1 if torn else 0)
 
 
-def set_version(manager: TokenizerManager) -> None:
+def set_version(_result: Any, manager: TokenizerManager, *_: Any, **__: Any) -> None:
     if _enabled(manager):
         version = str(sglang_versions.weight_version(manager) or "")
         _set_single_series(_collectors()[VERSION.name], VERSION.help, {"version": version})
@@ -148,7 +148,6 @@ def observe(manager: TokenizerManager, output: DistributedUpdateWeightsOutput, s
         collectors[RATE.name].set(rate)
     collectors[PEAK.name].set(peak_extra_bytes(output.ranks))
     collectors[SUCCEEDED.name].set(time.time())
-    set_version(manager)
 
 
 def observe_probe(manager: TokenizerManager, summary: ProbeSummary) -> None:

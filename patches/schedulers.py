@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sglang_reshard.errors import Mismatch
 from sglang_reshard.patches import metrics
 from sglang_reshard.patches.io_struct import (
     Asked,
@@ -28,12 +29,16 @@ _END_S = 10.0  # for an update that the schedulers end at their limit
 async def ask_schedulers(self: TokenizerManager, request: Asked, step: Step) -> DistributedUpdateWeightsOutput:
     """Returns the schedulers' answer to a step that does not write live weights, of all data parallel ranks together.
 
-    Returns a failure if they do not answer in time.
+    Returns a failure if they do not answer in time, or an answer cannot be read.
     """
     answer = asked(self, request, step)
-    if not await is_answered(answer, request):
-        return DistributedUpdateWeightsOutput(success=False, message=silence(request), phase=metrics.ENGINE)
-    return together(answer.result())
+    try:
+        if await is_answered(answer, request):
+            return together(answer.result())
+        message = silence(request)
+    except Mismatch as error:
+        message = f"an answer of the engine's schedulers was lost: {error}"
+    return DistributedUpdateWeightsOutput(success=False, message=message, phase=metrics.ENGINE)
 
 
 def asked(

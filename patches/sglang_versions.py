@@ -43,7 +43,7 @@ def check(version: str | None = None) -> None:
         release = Version(Version(reported).base_version)
     except InvalidVersion:
         release = Version("0")
-    if release == Version("0") or release == Version("0.0.0"):
+    if release == Version("0"):  # 0.0.0 is equal
         logger.warning("SGLang %s is an unknown release; sglang-reshard is tested with %s", reported, _RANGE)
     elif release < OLDEST:
         raise Unsupported(f"SGLang {reported} is older than {OLDEST}; install a version of {_RANGE}")
@@ -211,14 +211,3 @@ def online_updates_refused(model: torch.nn.Module) -> str:
         return ""
     asked_of = (model,) if inspect.signature(known).parameters else ()  # 0.5.17 judges options alone
     return known(*asked_of) or ""
-
-
-def world_cpu_group() -> Any:
-    """Returns the process group of all ranks of this data parallel rank, over host memory."""
-    try:
-        from sglang.srt.distributed import get_world_group
-    except ImportError:  # later versions have it in their context
-        from sglang.srt.runtime_context import get_parallel
-
-        return get_parallel().world_group.cpu_group
-    return get_world_group().cpu_group

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_reshard import tasks
-from sglang_reshard.errors import EngineRefused, ReshardError, TornWeights
+from sglang_reshard.errors import EngineRefused, TornWeights
 from sglang_reshard.landings.shadow import NO_ROOM
 from sglang_reshard.patches import weights_info
-from sglang_reshard.patches.tokenizer_manager import failed, until_written, update_by_server
+from sglang_reshard.patches.tokenizer_manager import until_written, update_by_server
 from sglang_reshard.patches.weights_sharing import engine_interface
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
@@ -32,17 +32,12 @@ if TYPE_CHECKING:
     from sglang_reshard.extras.snapshots.source import SnapshotSource
 
 
+@until_written
 async def load(manager: TokenizerManager, asked: LoadSnapshotReq) -> LoadSnapshotOutput:
     """Loads a snapshot, unless the engine holds later weights, or gets others just now.
 
-    Ends when it is cancelled, unless the schedulers write already.
-
     Raises Mismatch, EngineRefused and TornWeights for a snapshot that cannot be loaded.
     """
-    return await until_written(manager, _load(manager, asked))
-
-
-async def _load(manager: TokenizerManager, asked: LoadSnapshotReq) -> LoadSnapshotOutput:
     from sglang_reshard.extras.snapshots.manifest import Entry
     from sglang_reshard.extras.snapshots.source import open_snapshot  # a server that follows nothing needs none of it
 
@@ -70,10 +65,7 @@ async def _update(
 
     serving = functools.partial(served, source, asked, staged=staged, interface=engine_interface(manager, LOOPBACK))
     async with tasks.entered(serving) as request:
-        try:
-            return await update_by_server(manager, request)
-        except ReshardError as error:
-            return failed(manager, error)
+        return await update_by_server(manager, request)
 
 
 def _held(manager: TokenizerManager, asked: LoadSnapshotReq) -> str:

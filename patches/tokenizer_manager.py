@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 logger = get_logger(__name__)
+R = TypeVar("R")
 T = TypeVar("T")
+Work = Callable[["TokenizerManager", R], Coroutine[Any, Any, T]]
 Check = Callable[[DistributedUpdateWeightsOutput], DistributedUpdateWeightsOutput]
 _Outcome: TypeAlias = "asyncio.Future[DistributedUpdateWeightsOutput]"
 _NAME = "update_weights_distributed"
@@ -106,18 +108,17 @@ async def update_by_server(
     return await observed(functools.partial(run_update, check=check))(self, request)
 
 
-def failed(self: TokenizerManager, error: ReshardError) -> DistributedUpdateWeightsOutput:
-    """Returns the outcome of a server's own update that has raised."""
-    torn = bool(sound_weights.torn(self))
-    return DistributedUpdateWeightsOutput(success=False, torn=torn, message=str(error))
+def until_written(work: Work[R, T]) -> Work[R, T]:
+    """Decorates a server's own update: cancelling its call cancels it, unless the schedulers write already."""
 
+    @functools.wraps(work)
+    async def run(manager: TokenizerManager, request: R) -> T:
+        manager.auto_create_handle_loop()
+        task = asyncio.ensure_future(work(manager, request))
+        with _cancelling(manager, task):
+            return await asyncio.shield(task)
 
-async def until_written(self: TokenizerManager, work: Coroutine[Any, Any, T]) -> T:
-    """Runs a server's own update. Cancels it if this call is cancelled, unless the schedulers write already."""
-    self.auto_create_handle_loop()
-    task = asyncio.ensure_future(work)
-    with _cancelling(self, task):
-        return await asyncio.shield(task)
+    return run
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ While weights are shared, requests are served; what writes or releases weights w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import socket
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from sglang_reshard.extras.replicas.pull import refusal as peer_refusal
 from sglang_reshard.extras.replicas.share import has_begun, wait_until_shared
 from sglang_reshard.patches import sound_weights, weights_info
 from sglang_reshard.patches.schedulers import ask_schedulers
-from sglang_reshard.patches.tokenizer_manager import failed, until_written, update_by_server
+from sglang_reshard.patches.tokenizer_manager import until_written, update_by_server
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
@@ -63,54 +64,43 @@ async def share(manager: TokenizerManager, request: ShareWeightsReq, interface: 
     except OSError as error:
         raise Unsupported(f"{interface} is not an address of this host: {error}") from error
     request = msgspec.structs.replace(request, address=server.address, weight_version=live.version or None)
-    begun: asyncio.Future[DistributedUpdateWeightsOutput] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(_share(manager, request, live.engine_ranks, server, begun))
+    begins = asyncio.create_task(ask_schedulers(manager, request, "share"))
+    task = asyncio.create_task(_share(begins, request, live.engine_ranks, server))
     try:
         # No update commits without the control server on which its ranks vote.
         end = functools.partial(asyncio.to_thread, server.close)
-        begins = functools.partial(has_begun, server, live.engine_ranks)
-        weights_info.add_share(manager, task, weights_info.Share(begins, end))
+        takes_part = functools.partial(has_begun, server, live.engine_ranks)
+        weights_info.add_share(manager, task, weights_info.Share(takes_part, end))
     except EngineRefused:
+        begins.cancel()
         task.cancel()
         await asyncio.to_thread(server.close)
         raise
-    output = await asyncio.shield(begun)
+    output = await asyncio.shield(begins)
     if not output.success:
         raise EngineRefused(output.message)
     return SharedWeights(server.address, live.version, live.digest, _dtype(manager), live.publication)
 
 
 async def _share(
-    manager: TokenizerManager,
+    begins: asyncio.Task[DistributedUpdateWeightsOutput],
     request: ShareWeightsReq,
     engine_ranks: int,
     server: ControlServer,
-    begun: asyncio.Future[DistributedUpdateWeightsOutput],
 ) -> None:
     """Ends when no engine rank reads its weights for the other engine."""
     try:
-        output = await ask_schedulers(manager, request, "share")
-        begun.set_result(output)
-        if output.success:
-            await asyncio.to_thread(wait_until_shared, request, engine_ranks)
-    except Exception as error:
-        if not begun.done():
-            begun.set_exception(error)
+        with contextlib.suppress(Exception):  # of `begins`, which `share` raises, and of a share that was ended
+            if (await begins).success:
+                await asyncio.to_thread(wait_until_shared, request, engine_ranks)
     finally:
         await asyncio.to_thread(server.close)  # ends an engine rank's share that another one's failure leaves waiting
 
 
+@until_written
 async def pull(manager: TokenizerManager, request: PullWeightsReq) -> DistributedUpdateWeightsOutput:
-    """Updates the engine to another one's live weights, and to their version. Raises nothing.
+    """Updates the engine to another one's live weights, and to their version. Raises nothing."""
 
-    Ends when it is cancelled, unless the schedulers write already.
-    """
-    if refusal := peer_refusal(request.url) or weights_info.under_way(manager):
-        return DistributedUpdateWeightsOutput(success=False, message=refusal)
-    return await until_written(manager, _pull(manager, request))
-
-
-async def _pull(manager: TokenizerManager, request: PullWeightsReq) -> DistributedUpdateWeightsOutput:
     async def update(asked: DistributedUpdateWeightsReq, shared: SharedWeights) -> DistributedUpdateWeightsOutput:
         def unchanged(output: DistributedUpdateWeightsOutput) -> DistributedUpdateWeightsOutput:
             """Compares the digests, if both are of weights in the same dtype."""
@@ -126,13 +116,15 @@ async def _pull(manager: TokenizerManager, request: PullWeightsReq) -> Distribut
         asked = msgspec.structs.replace(asked, publication=shared.publication)
         return await update_by_server(manager, asked, unchanged)
 
-    with weights_info.running(
-        manager, f"weights of {request.url} are being pulled; repeat this when the pull has ended"
-    ):
+    if refusal := peer_refusal(request.url) or weights_info.under_way(manager):
+        return DistributedUpdateWeightsOutput(success=False, message=refusal)
+    pulling = f"weights of {request.url} are being pulled; repeat this when the pull has ended"
+    with weights_info.running(manager, pulling):  # no await since the check, or another update could pass it, too
         try:
             return await pull_from(request, update)
         except ReshardError as error:
-            return failed(manager, error)
+            torn = bool(sound_weights.torn(manager))
+            return DistributedUpdateWeightsOutput(success=False, torn=torn, message=str(error))
 
 
 def engine_interface(manager: TokenizerManager, interface: str) -> str:

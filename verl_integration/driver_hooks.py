@@ -16,6 +16,7 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.verl import rollout_difference
 from sglang_reshard.verl.checkpoint_engine import manager_replicas, server_url
 from sglang_reshard.verl.hooks import around
+from sglang_reshard.verl.replica_sender import take_metrics
 from sglang_reshard.verl.replica_weights import pull_weights
 from sglang_reshard.verl.settings import BACKEND
 
@@ -40,7 +41,7 @@ async def _update_weights(stock: Callable[..., Any], manager: Any, *args: Any, *
     _settle_backend(manager)
     metrics = await stock(manager, *args, **kwargs)
     if manager.backend == _COLOCATED:
-        metrics = {**(metrics or {}), **await manager.actor_wg.workers[0].__ray_call__.remote(_take_metrics)}
+        metrics = {**(metrics or {}), **await manager.actor_wg.workers[0].__ray_call__.remote(take_metrics)}
     elif manager.backend != BACKEND:
         return metrics
     _keep(metrics, args[0] if args else kwargs.get("global_steps"))
@@ -91,12 +92,6 @@ def _add_replicas(stock: Callable[..., Any], manager: Any, replicas: Any, *args:
     if known:
         pull_weights(list(map(server_url, known)), list(map(server_url, replicas)))
     return result
-
-
-def _take_metrics(_worker: Any) -> dict[str, float]:
-    from sglang_reshard.verl.replica_sender import take_metrics
-
-    return take_metrics()
 
 
 def _log(stock: Callable[..., Any], tracking: Any, data: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

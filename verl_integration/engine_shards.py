@@ -44,8 +44,6 @@ def unsupported_reason(engine: Any, adapter: Any = None, peft_config: Any = None
         return f"unmerged LoRA adapters of {type(engine).__name__} are not supported; set model.lora.merge=True"
     if getattr(engine, "_qat_enabled", False):
         return "quantization-aware training quantizes weights during the sync, which is not supported"
-    if adapter is None:
-        return ""
     if getattr(adapter, "_pd_role", None) is not None:
         return "rollout.disaggregation (prefill and decode on separate servers) is not supported"
     return ""

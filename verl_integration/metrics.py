@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sglang_reshard.observability.report import UpdateReport
+from sglang_reshard.observability.report import UpdateReport, peak_extra_bytes
 
 
 def sync_metrics(reports: Mapping[str, UpdateReport], seconds: float) -> dict[str, float]:
@@ -30,7 +30,7 @@ def sync_metrics(reports: Mapping[str, UpdateReport], seconds: float) -> dict[st
         "reshard/seconds": seconds,
         "reshard/bytes_per_rank": float(received),
         "reshard/gb_per_s": received / seconds / 1e9 if seconds > 0 else 0.0,
-        "reshard/peak_extra_bytes": float(max((rank.peak_extra_bytes for rank in ranks), default=0)),
+        "reshard/peak_extra_bytes": float(peak_extra_bytes(ranks)),
     }
     if all(report.trainer_ranks for report in reports.values()):
         sent = sum(report.trainer_ranks[0].sent_bytes for report in reports.values())

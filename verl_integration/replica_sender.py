@@ -54,7 +54,7 @@ class ReplicaSender:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.failed: dict[str, str] = {}  # in the last sync: replica -> why
+        self.failed: set[str] = set()  # replicas, in the last sync
         self.rank = dist.get_rank(world())
         self._host: Session | None = None
         self._sender: MultiEngineSender | None = None
@@ -80,6 +80,8 @@ class ReplicaSender:
         if self._sender is None:
             self._sender = self._multi_sender(address, self._settings.sender, relay=self._settings.relay)
         self._sender.wait_for_background()
+        if self.failed & replicas.keys():  # back already: a failure counts until a call without the replica
+            self._sender.set_engines({name: send for name, send in replicas.items() if name not in self.failed})
         self._sender.set_engines(replicas)
         self._address, self._replicas = address, replicas
 
@@ -136,7 +138,7 @@ class ReplicaSender:
         in_background = self._settings.asynchronous
         unmap = frees if in_background else temporary
         options = replace(self._settings.update, weight_version=version, unmap_after=unmap, partial=partial, lora=lora)
-        self.failed, self._version = {}, global_steps
+        self.failed, self._version = set(), global_steps
         if in_background:
             return self._sync_in_background(sender, named_tensors, options, global_steps)
         reports = sender.update(named_tensors, options, on_failure=self._settings.on_failure)
@@ -171,8 +173,8 @@ class ReplicaSender:
         return metrics
 
     def _metrics_of(self, reports: dict[str, UpdateReport], seconds: float) -> dict[str, float]:
-        self.failed = {name: report.message for name, report in reports.items() if not report.success}
-        reports = {name: report for name, report in reports.items() if report.success}
+        self.failed = {name for name, report in reports.items() if not report.success}
+        reports = {name: report for name, report in reports.items() if name not in self.failed}
         metrics = sync_metrics(reports, seconds)
         _last_metrics.clear()
         _last_metrics.update(metrics)
@@ -183,8 +185,8 @@ class ReplicaSender:
         return metrics
 
 
-def take_metrics() -> dict[str, float]:
-    """Returns the metrics of the last sync in this process, once."""
+def take_metrics(_worker: Any) -> dict[str, float]:
+    """Returns the metrics of the last sync in this process, once. The driver calls it in a worker."""
     metrics = dict(_last_metrics)
     _last_metrics.clear()
     return metrics

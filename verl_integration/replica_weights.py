@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from sglang_reshard.errors import ReshardError
@@ -38,23 +38,23 @@ class LeftOut:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reasons: dict[str, str] = {}
+        self._names: set[str] = set()
         self._thread: threading.Thread | None = None
 
     @property
     def replicas(self) -> tuple[str, ...]:
         with self._lock:
-            return tuple(self._reasons)
+            return tuple(self._names)
 
-    def sync_ended(self, urls: Mapping[str, str], failed: Mapping[str, str]) -> None:
+    def sync_ended(self, urls: Mapping[str, str], failed: Collection[str]) -> None:
         """Excludes replicas that failed, and starts a thread that lets excluded replicas pull from another one.
 
         urls    of the servers of all replicas, those that are left out included
-        failed  replica -> why it has not got this sync's weights
+        failed  replicas that have not got this sync's weights
         """
         with self._lock:
-            self._reasons = {name: why for name, why in {**self._reasons, **failed}.items() if name in urls}
-            left_out = {name: urls[name] for name in self._reasons}
+            left_out = {name: url for name, url in urls.items() if name in self._names or name in failed}
+            self._names = set(left_out)
         good = sorted(url for name, url in urls.items() if name not in left_out)
         if left_out and good and (self._thread is None or not self._thread.is_alive()):
             arguments = left_out, good
@@ -71,7 +71,7 @@ class LeftOut:
                 continue
             logger.warning("replica %s is included again: it has the weights of version %s", name, live.version)
             with self._lock:
-                self._reasons.pop(name, None)
+                self._names.discard(name)
 
 
 def _first_updated(urls: Sequence[str]) -> tuple[str, WeightsInfo | None]:

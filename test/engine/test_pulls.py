@@ -11,7 +11,7 @@ import pytest
 from sglang_reshard.control import ControlServer
 from sglang_reshard.extras.request_mail import MailRoom
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput as Output
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, SharedWeights
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PullWeightsReq, SharedWeights
 from support.scenarios import until
 
 pytestmark = pytest.mark.engine
@@ -66,6 +66,20 @@ async def test_a_host_that_is_not_listed_is_not_asked(engine_class, monkeypatch)
     assert answer.status_code == 400
     assert "SGLANG_RESHARD_PEERS in this server's environment does not list it" in answer.json()["message"]
     assert engine.under_way == ""
+
+
+async def test_of_two_pulls_at_once_one_is_refused(engine_class, monkeypatch):
+    from sglang_reshard.patches import weights_sharing
+
+    async def pull_from(*_):
+        await asyncio.sleep(0.01)
+        return Output(success=True, message="")
+
+    monkeypatch.setattr(weights_sharing, "pull_from", pull_from)
+    engine, request = engine_class(), PullWeightsReq(url="http://127.0.0.1:9")
+    first, second = await asyncio.gather(*(weights_sharing.pull(engine, request) for _ in range(2)))
+    assert (first.success, second.success, engine.under_way) == (True, False, "")
+    assert "are being pulled; repeat this" in second.message
 
 
 async def test_a_pull_that_waits_for_the_other_server_ends_with_its_client(engine_class):

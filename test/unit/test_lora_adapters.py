@@ -220,6 +220,12 @@ def test_adapters_that_do_not_fit_together_are_refused_by_name(manager):
     assert "the LoRA adapter a is sent twice" in lora_names.refusal(manager, [a, b, a])
     said = lora_names.refusal(manager, [a, LoraAdapter("stock", "{}"), b, c])
     assert "has 1 LoRA adapters, and with a, b, c it would have more than max_loaded_loras=3" in said
+    manager.server_args.max_loaded_loras = 1
+    assert lora_names.refusal(manager, [LoraAdapter("stock", "{}")]) == "", "it is loaded already"
+    manager.server_args.max_loaded_loras = None
+    assert lora_names.refusal(manager, [a, b, c]) == ""
+    manager.server_args.enable_lora = None
+    assert "was started without LoRA" in lora_names.refusal(manager, [a])
 
 
 def adapters_of_one(trainer):

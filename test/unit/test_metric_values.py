@@ -59,7 +59,7 @@ def request(version: str | None = None) -> DistributedUpdateWeightsReq:
 def play(outcomes: list[Any], enabled: bool = True) -> None:
     """Updates of these outcomes, one after the other; an exception is one that was left."""
     manager = Manager(enabled)
-    metrics.initialize(manager)
+    metrics.initialize(None, manager)
     left = iter(outcomes)
 
     async def update(manager: Any, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
@@ -68,6 +68,7 @@ def play(outcomes: list[Any], enabled: bool = True) -> None:
             raise outcome
         if outcome.success:
             manager.server_args.weight_version = request.weight_version
+            metrics.set_version(None, manager)  # as the hook on SGLang's method
         if outcome.torn:
             metrics.set_torn(manager, True)
         return outcome

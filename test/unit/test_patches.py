@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_reshard.patches import lora_names, repacking
-from sglang_reshard.protocol.messages import LoraAdapter
+from sglang_reshard.patches import repacking
 from sglang_reshard.trace.repack import repacked_modules
 
 
@@ -15,26 +14,6 @@ def model_with(**attributes):
     for name, value in attributes.items():
         setattr(model[1], name, value)
     return model
-
-
-@pytest.mark.parametrize(
-    ("enabled", "limit", "name", "says"),
-    [
-        (True, None, "new", ""),
-        (True, 3, "new", ""),
-        (True, 2, "a", ""),
-        (True, 2, "new", "has 2 LoRA adapters, and with new it would have more than max_loaded_loras=2"),
-        (None, None, "a", "was started without LoRA"),
-    ],
-)
-def test_adapters_that_the_engine_cannot_have_are_refused(enabled, limit, name, says):
-    manager = SimpleNamespace(
-        server_args=SimpleNamespace(enable_lora=enabled, max_loaded_loras=limit),
-        lora_registry=SimpleNamespace(get_all_adapters=lambda: dict.fromkeys("ab")),
-    )
-    refusal = lora_names.refusal(manager, [LoraAdapter(name, "{}")])
-    assert says in refusal
-    assert bool(refusal) == bool(says)
 
 
 def scales(dtype):

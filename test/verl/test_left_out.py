@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import torch.distributed as dist
 
 from sglang_reshard.errors import EngineRefused
+from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
 from sglang_reshard.protocol.weights_info import WeightsInfo
-from sglang_reshard.verl import replica_weights
+from sglang_reshard.trainer.update_sender import UpdateSender
+from sglang_reshard.verl import replica_sender, replica_weights
 from sglang_reshard.verl.replica_weights import LeftOut, pull_weights
+from sglang_reshard.verl.settings import Settings
 
 BOTH = {"a": "u/a", "b": "u/b"}
 
@@ -68,7 +74,7 @@ def wait(left_out: LeftOut) -> tuple[str, ...]:
 def test_one_that_has_taken_the_weights_is_back(servers: Servers) -> None:
     servers.versions = {"u/a": "7", "u/b": "6"}
     left_out = LeftOut()
-    left_out.sync_ended(BOTH, {"b": "EngineRefused: offloaded"})
+    left_out.sync_ended(BOTH, {"b"})
     assert wait(left_out) == ()
     assert servers.pulls == [("u/a", "u/b")]
     assert servers.versions["u/b"] == "7"
@@ -77,23 +83,23 @@ def test_one_that_has_taken_the_weights_is_back(servers: Servers) -> None:
 def test_one_that_cannot_take_them_stays_out_and_is_asked_after_each_sync(servers: Servers) -> None:
     servers.versions, servers.refusing = {"u/a": "7", "u/b": "6"}, {"u/b"}
     left_out = LeftOut()
-    left_out.sync_ended(BOTH, {"b": "why"})
+    left_out.sync_ended(BOTH, {"b"})
     assert wait(left_out) == ("b",)
     servers.versions["u/a"] = "8"
-    left_out.sync_ended(BOTH, {})
+    left_out.sync_ended(BOTH, ())
     assert wait(left_out) == ("b",)
     assert len(servers.pulls) == 2
     servers.refusing.clear()
-    left_out.sync_ended(BOTH, {})
+    left_out.sync_ended(BOTH, ())
     assert wait(left_out) == ()
 
 
 def test_one_that_was_removed_is_forgotten(servers: Servers) -> None:
     servers.versions, servers.dead = {"u/a": "7"}, {"u/b"}
     left_out = LeftOut()
-    left_out.sync_ended(BOTH, {"b": "why"})
+    left_out.sync_ended(BOTH, {"b"})
     assert wait(left_out) == ("b",)
-    left_out.sync_ended({"a": "u/a"}, {})
+    left_out.sync_ended({"a": "u/a"}, ())
     assert wait(left_out) == ()
 
 
@@ -121,9 +127,34 @@ def test_an_equal_version_alone_heals_nothing(
 ) -> None:
     servers.versions, servers.info = {"u/a": "7", "u/b": "7"}, {"u/a": live, "u/b": own}
     left_out = LeftOut()
-    left_out.sync_ended(BOTH, {"b": "EngineUnreachable: its answer was lost"})
+    left_out.sync_ended(BOTH, {"b"})
     assert wait(left_out) == ()
     assert servers.pulls == ([] if same else [("u/a", "u/b")])
+
+
+def test_one_that_is_back_before_the_next_sync_takes_part_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`MultiEngineSender` excludes an engine that failed until a call of `set_engines` was without it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sender = replica_sender.ReplicaSender(Settings(on_failure="exclude", interface="127.0.0.1"))
+        address = sender.host()
+        assert address is not None
+        sender.set_replicas(address, BOTH)
+        engines = sender._sender
+        assert engines is not None
+
+        def fails(self: UpdateSender, *_: Any) -> dict[int, Any]:
+            updated = msgspec.structs.replace(UpdateReport.failed("", None), success=True)
+            return {0: updated, 1: EngineRefused("offloaded")}
+
+        monkeypatch.setattr(UpdateSender, "update_engines", fails)
+        sender._sync(engines, SimpleNamespace(is_param_offload_enabled=False), [], False, 1, 0.0)
+        assert (engines.engines, sender.failed) == (("a",), {"b"})
+        sender.set_replicas(address, BOTH)
+        assert engines.engines == ("a", "b")
+        engines.close()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_nobody_is_asked_before_the_first_sync(servers: Servers) -> None:
