@@ -241,7 +241,7 @@ def told_by(update, engine):
     return {kind.__name__: kind for kind, _ in itertools.chain(*TABLE.values()) if kind}[name], words, reading
 
 
-@pytest.mark.parametrize(("way", "ranks", "answer", "outcome"), cases())
+@pytest.mark.parametrize(("way", "ranks", "answer", "outcome"), [*cases()])
 def test_the_trainer_is_told_what_has_become_of_the_weights(way, ranks, answer, outcome):
     engine = Engine(ranks, answer)
     with contextlib.closing(ControlServer.open("127.0.0.1")) as server:
