@@ -12,7 +12,6 @@ import pytest
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.protocol import messages, weights_info
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, ShareWeightsReq
-from sglang_reshard.protocol.server_client import ServerClient
 from sglang_reshard.protocol.weights_info import WeightsInfo
 from sglang_reshard.version import PROTOCOL, __version__, check_same_protocol
 
@@ -42,18 +41,6 @@ def test_a_refusal_names_both_numbers_and_the_older_side(protocol: int, version:
 def test_a_message_without_a_number_is_of_an_older_release(kind: type) -> None:
     (field,) = (field for field in msgspec.structs.fields(kind) if field.name == "protocol")
     assert field.default == 0 != PROTOCOL
-
-
-@pytest.mark.parametrize(("protocol", "accepted"), [(PROTOCOL, True), (PROTOCOL + 1, False), (PROTOCOL - 1, False)])
-def test_a_client_goes_by_the_servers_protocol(protocol: int, accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = WeightsInfo(version="7", package_version="99.0", protocol=protocol)
-    monkeypatch.setattr(ServerClient, "weights_info", lambda _: info)
-    client = ServerClient("http://gpu7:30000")
-    if accepted:
-        assert client.check() is info
-        return
-    with pytest.raises(Mismatch, match=f"http://gpu7:30000 has protocol {protocol} .sglang-reshard 99.0"):
-        client.check()
 
 
 def test_a_changed_message_raises_the_number() -> None:

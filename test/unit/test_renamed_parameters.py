@@ -116,8 +116,7 @@ def train_renamed(trainer, rename, asynchronous):
     return "trace" in seconds[1], str(refused.value)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("rename", [{"policy.": "", "policy.e": "e"}, drop_policy])
+@pytest.mark.parametrize(("rename", "asynchronous"), [({"policy.": "", "policy.e": "e"}, False), (drop_policy, True)])
 def test_names_are_those_that_rename_gives_them(rename, asynchronous):
     told, found = run_world(2, 2, train_renamed, serve, rename, asynchronous)
     assert [entry[0] for entry in told] == [False, False]

@@ -32,13 +32,14 @@ STAGED = pytest.mark.parametrize("staged", [True, False], ids=["staged", "in-pla
 Spoil = Callable[[Path], object]
 
 
-def asked(folder: Path, version: int, **options: Any) -> LoadSnapshotReq:
-    entry = json.loads((folder / f"step-{version}" / "snapshot.json").read_text())
-    path = str(folder / f"step-{version}")
-    return LoadSnapshotReq(path=path, version=f"step-{version}", publication=entry["publication"], **options)
+def asked(folder: Path, version: int | str, **options: Any) -> LoadSnapshotReq:
+    """Of a version, or of a snapshot in a folder within this one."""
+    path = folder / (f"step-{version}" if isinstance(version, int) else version)
+    entry = json.loads((path / "snapshot.json").read_text())
+    return LoadSnapshotReq(path=str(path), version=path.name, publication=entry["publication"], **options)
 
 
-def load(trainer: Any, folder: Path, versions: list[int], staged: bool, options: dict[str, Any]) -> list[Any]:
+def load(trainer: Any, folder: Path, versions: list[int | str], staged: bool, options: dict[str, Any]) -> list[Any]:
     """Loads snapshots one after the other, as the server of an engine does; returns what each has come to."""
     found = []
     options.pop("model", None)
@@ -55,7 +56,7 @@ def load(trainer: Any, folder: Path, versions: list[int], staged: bool, options:
 
 
 def serve(
-    rank: int, size: int, requests: Any, folder: Path, versions: list[int], staged: bool, options: dict[str, Any]
+    rank: int, size: int, requests: Any, folder: Path, versions: list[int | str], staged: bool, options: dict[str, Any]
 ) -> list[Any]:
     """One engine rank. Returns its weights after each update, and whether they are torn."""
     model = MODELS[options.pop("model", "toy")](rank, size)
@@ -124,7 +125,7 @@ def assert_version(states: list[Any], number: int, version: int, dtype: torch.dt
     assert_loaded(states, number, checkpoint(version, dtype))
 
 
-def run(folder: Path, versions: list[int], *, staged: bool, **options: Any) -> tuple[list[Any], list[Any]]:
+def run(folder: Path, versions: list[Any], *, staged: bool, **options: Any) -> tuple[list[Any], list[Any]]:
     (outputs,), states = run_world(1, ENGINES, load, serve, folder, versions, staged, options, deadline_s=100)
     return outputs, states
 
@@ -204,18 +205,18 @@ BAD: dict[str, tuple[Spoil, str]] = {
 
 
 @STAGED
-@pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_is_refused_by_name_and_old_weights_stay(tmp_path: Path, case: str, staged: bool) -> None:
-    for version in (1, 2, 3):
+def test_what_is_wrong_is_refused_by_name_and_old_weights_stay(tmp_path: Path, staged: bool) -> None:
+    for version in (1, 3):
         write_tensors(tmp_path, f"step-{version}", checkpoint(version))
-    spoil, told = BAD[case]
-    spoil(tmp_path)
-    outputs, states = run(tmp_path, [1, 2, 3], staged=staged)
-    assert [output.success for output in outputs] == [True, False, True]
-    assert told in outputs[1].message
-    assert not outputs[1].torn
-    if len(states[0]) == 4:  # engine ranks have heard of it
-        assert_version(states, 1, 1, torch.float32)
+    for case, (spoil, _) in BAD.items():
+        write_tensors(tmp_path / case, "step-2", checkpoint(2))
+        spoil(tmp_path / case)
+    outputs, states = run(tmp_path, [1, *(f"{case}/step-2" for case in BAD), 3], staged=staged)
+    assert (outputs[0].success, outputs[-1].success) == (True, True)
+    for output, (case, (_, told)) in zip(outputs[1:-1], BAD.items(), strict=True):
+        assert (output.success, output.torn, told in output.message) == (False, False, True), (case, output.message)
+    for number in range(len(states[0]) - 2):  # of those that engine ranks have heard of
+        assert_version(states, number, 1, torch.float32)
     assert_version(states, len(states[0]) - 2, 3, torch.float32)
 
 

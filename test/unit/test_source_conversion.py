@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import FusedTensor, checkpoint_tensors, describe
@@ -100,6 +101,7 @@ PLACED = {
     "experts": ((2,), [Shard(0)]),
     "rows": ((3,), [Shard(1)]),
     "experts and columns, with replicas": ((2, 3, 2), [Shard(0), Shard(2), Replicate()]),
+    "strided": ((2, 2), [_StridedShard(1, split_factor=2), Shard(1)]),
 }
 
 
@@ -124,7 +126,10 @@ def test_slices_of_dtensors_with_any_placements(placed):
         return checkpoint_tensors({"experts": tensor}, halves)
 
     states, given = states_of(math.prod(mesh_shape), rows)
-    assert all(isinstance(fused, FusedTensor) for of_rank in given for _, _, fused in of_rank)
+    for rank, (state, ((_, tensor, fused),)) in enumerate(zip(states, given, strict=True)):
+        assert isinstance(fused, FusedTensor)
+        assert [t.data_ptr() for t in state.inputs] == [tensor._local_tensor.data_ptr()]
+        assert state.layout.local_bytes()[rank] == tensor._local_tensor.nbytes
     same(assembled_states(states), halves({"experts": whole}))
 
 

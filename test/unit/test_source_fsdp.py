@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from functools import partial
 
 import torch
 from torch import nn
@@ -10,8 +11,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import describe, named_shards, tied_names
+from support.refusals import refusal_of
 from support.world import run_world
 
 TOKENS = torch.arange(6).view(2, 3)
@@ -124,13 +125,13 @@ def give_odd_things(trainer):
     model = Block()
     fully_shard(model)
     model(TOKENS)
-    told.append(refusal(described, trainer, [("experts.0", model.experts[0])]))
+    told.append(refusal_of(partial(described, trainer, [("experts.0", model.experts[0])]))[1])
     copies = dict(model.named_parameters())
     views = {name: copy.detach() for name, copy in copies.items()}
     model.reshard()
     state = described(trainer, copies.items())  # the objects are still known
     told.append(state.layout == described(trainer, model.named_parameters()).layout)
-    told.append(refusal(described, trainer, views.items()))
+    told.append(refusal_of(partial(described, trainer, views.items()))[1])
 
     model.unshard()
     mine = {"mine": torch.ones(11, 8)}
@@ -192,14 +193,6 @@ def test_tied_weights_come_once_and_persistent_buffers_come_along():
     assert results == [[names, same, names, same, same, -1]] * 2
 
 
-def refusal(read, *arguments):
-    try:
-        read(*arguments)
-    except Unsupported as error:
-        return str(error)
-    return "no error"
-
-
 def test_modules_without_sharding_are_read_as_they_are():
     assert [type(t).__name__ for _, t in named_shards(Tied())] == ["Parameter", "Parameter", "Parameter", "Tensor"]
 
@@ -214,7 +207,7 @@ def with_a_torch_that_keeps_it_elsewhere(trainer):
             pass
 
     model._get_fsdp_state = Elsewhere
-    return refusal(lambda: list(named_shards(model)))
+    return refusal_of(lambda: list(named_shards(model)))[1]
 
 
 def test_a_torch_that_keeps_its_state_elsewhere_is_named_with_the_cure():

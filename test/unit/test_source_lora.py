@@ -51,42 +51,36 @@ def test_adapter_and_base_have_their_checkpoint_names():
 @pytest.mark.parametrize(
     ("name", "adapter", "refused"),
     [
-        ("lora_diag.default", "default", True),
-        ("lora_diag.default", "other", False),
-        ("lora_magnitude_vector.default.weight", "default", True),
-        ("lora_B.default.bias", "default", True),
-        ("gate.default", "default", True),
-        ("gate.other", "default", False),
-        ("lora_shared", "default", True),
-        ("lora_velora_embed.default", "default", False),
+        ("up.lora_diag.default", "default", True),
+        ("up.lora_diag.default", "other", False),
+        ("up.lora_magnitude_vector.default.weight", "default", True),
+        ("up.lora_B.default.bias", "default", True),
+        ("up.gate.default", "default", True),
+        ("up.gate.other", "default", False),
+        ("up.lora_shared", "default", True),
+        ("up.lora_velora_embed.default", "default", False),
+        # Outside of its layers.
+        ("head.modules_to_save.default.weight", "default", True),
+        ("embed.token_adapter.trainable_tokens_delta.default", "default", True),
     ],
 )
 @pytest.mark.parametrize("flat", [False, True])
 def test_every_other_parameter_of_an_adapter_is_refused_by_its_name(name, adapter, refused, flat, monkeypatch):
-    of_layer = [f"base_model.model.up.{n}" for n in (*PAIR, *(p.replace("default", "other") for p in PAIR), name)]
-    members = tuple(FlatMember(n, (4, 2), 8 * i) for i, n in enumerate(of_layer))
+    of_layer = [f"up.{n}" for n in (*PAIR, *(p.replace("default", "other") for p in PAIR))]
+    listed = [f"base_model.model.{n}" for n in (*of_layer, name)]
+    members = tuple(FlatMember(n, (4, 2), 8 * i) for i, n in enumerate(listed))
     rows = (
         [("flat", torch.zeros(40), FlatBuffer(members, ((0, 0, 40),)))]
         if flat
-        else [(n, torch.zeros(4, 2)) for n in of_layer]
+        else [(n, torch.zeros(4, 2)) for n in listed]
     )
     monkeypatch.setattr(lora, "named_shards", lambda module: rows)
     if refused:
-        with pytest.raises(Unsupported, match=f"base_model.model.up.{name} is a parameter of the adapter {adapter}"):
+        with pytest.raises(Unsupported, match=f"base_model.model.{name} is a parameter of the adapter {adapter}"):
             adapter_tensors(nn.Module(), adapter)
     else:
-        listed = adapter_tensors(nn.Module(), adapter)
-        assert len(listed[0][2].members if flat else listed) == 2
-
-
-@pytest.mark.parametrize(
-    "name", ["head.modules_to_save.default.weight", "embed.token_adapter.trainable_tokens_delta.default"]
-)
-def test_parameters_of_an_adapter_outside_its_layers_are_refused(name, monkeypatch):
-    rows = [(n, torch.zeros(4, 2)) for n in (*(f"model.up.{p}" for p in PAIR), name)]
-    monkeypatch.setattr(lora, "named_shards", lambda module: rows)
-    with pytest.raises(Unsupported, match=f"{name} is a parameter of the adapter default"):
-        adapter_tensors(nn.Module())
+        found = adapter_tensors(nn.Module(), adapter)
+        assert len(found[0][2].members if flat else found) == 2
 
 
 def test_of_a_flat_buffer_only_what_is_meant_is_a_member(monkeypatch):

@@ -127,12 +127,6 @@ def test_unsupported_tensors_are_refused_by_name_and_trainer_rank(says):
     assert str(caught.value).startswith("trainer rank 1: layers.0.w")
 
 
-def test_shard_specs_are_refused_by_name_and_trainer_rank():
-    spec = SimpleNamespace(full_shape=(4,), mesh=None, placements=(), place=(0, 2))
-    with pytest.raises(Unsupported, match=r"trainer rank 1: w: its ShardSpec has an explicit `place`"):
-        described([("w", torch.ones(2), spec)], rank=1)
-
-
 # -- meshes
 
 
@@ -156,14 +150,6 @@ def test_a_tensor_on_the_tp_part_of_a_mesh_is_replicated_over_the_rest(given):
     assert all(layout == layouts[0] for layout in layouts)
     shards = layouts[0].shard_map(layouts[0].tensors[0]).shards
     assert [(p.box.start, p.ranks) for p in shards] == [((0, 0), (0, 2)), ((2, 0), (1, 3))]
-
-
-def test_a_mesh_with_ranks_outside_the_update_is_refused():
-    with as_rank(0, 4):
-        mesh = DeviceMesh("cpu", torch.arange(4))
-        sharded = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)], src_data_rank=None)
-        with pytest.raises(Unsupported, match="hold only 4 of its 8 elements"):
-            describe([("w", sharded)], trainer_rank=0, global_ranks=(0, 1))
 
 
 def test_a_name_passed_twice_and_no_tensors_are_refused():

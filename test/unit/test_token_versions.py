@@ -98,40 +98,37 @@ def test_tokens_after_a_stop_string_are_not_counted() -> None:
     ]
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_a_batch_in_flight_is_of_the_old_version(tokens: int) -> None:
-    """Speculative decoding accepts several tokens a step, and how many is known once its result is processed."""
-    it, other = Request(), Request()
-    scheduler = Scheduler(it, other)
-    scheduler.step(tokens)
-    scheduler.step(tokens)
-    assert len(it.output_ids) == tokens, "the second step is in flight"
-    token_versions.record(scheduler, "2")
-    scheduler.step()
+RETRACT = None
+
+
+@pytest.mark.parametrize(
+    ("before", "happens", "expected"),
+    [
+        ([], [1, 1, "2", 1, 1], [("1", 0, 2), ("2", 2, 3)]),
+        # Speculative decoding accepts several tokens a step, and how many is known once its result is processed.
+        ([], [3, 3, "2", 1, 1], [("1", 0, 6), ("2", 6, 7)]),
+        # The first token, and a part of a prompt, which computes none.
+        ([], [1, "2", 1, 1], [("1", 0, 1), ("2", 1, 2)]),
+        ([], [1, "2", 1], [("1", 0, 1)]),
+        ([], [0, "2", 1, 1], [("2", 0, 1)]),
+        # SGLang drops the token of a request that it has retracted since, which is computed again.
+        ([4, 5], [1, "2", RETRACT, 1, 1], [("1", 0, 2), ("2", 2, 3)]),
+        ([4], [1, "2", "3", 1, 1], [("1", 0, 2), ("3", 2, 3)]),
+    ],
+)
+def test_a_batch_in_flight_is_of_the_old_version(before: list[int], happens: list[Any], expected: list[Any]) -> None:
+    """Steps of so many tokens, and updates to a version."""
+    requests = [Request(*before), Request(*before)]
+    scheduler = Scheduler(*requests)
+    for what in happens:
+        if what is RETRACT:
+            scheduler.result_queue[0] = (scheduler.result_queue[0][0], 0)
+        elif isinstance(what, str):
+            token_versions.record(scheduler, what)
+        else:
+            scheduler.step(what)
+    assert [request.end() for request in requests] == [expected] * 2
     assert "process_batch_result" not in vars(scheduler), "the loop runs without this package again"
-    scheduler.step()
-    for request in (it, other):
-        assert request.end() == [("1", 0, 2 * tokens), ("2", 2 * tokens, 2 * tokens + 1)]
-
-
-def test_the_first_token_may_be_in_flight() -> None:
-    it = Request()
-    scheduler = Scheduler(it)
-    scheduler.step()
-    token_versions.record(scheduler, "2")
-    scheduler.step()
-    scheduler.step()
-    assert it.end() == [("1", 0, 1), ("2", 1, 2)]
-
-
-def test_a_part_of_a_prompt_in_flight_computes_no_token() -> None:
-    it = Request()
-    scheduler = Scheduler(it)
-    scheduler.step(0)
-    token_versions.record(scheduler, "2")
-    scheduler.step()
-    scheduler.step()
-    assert it.end() == [("2", 0, 1)]
 
 
 def test_a_request_that_ends_in_flight_is_sent_before_its_result_is_processed() -> None:
@@ -152,29 +149,6 @@ def test_a_request_that_ends_in_flight_is_sent_before_its_result_is_processed() 
     scheduler.requests = []
     scheduler.step()
     assert seen == [[("1", 0, 3)]]
-
-
-def test_a_retracted_request_computes_its_token_in_flight_again() -> None:
-    """SGLang drops the token of a request that it has retracted since."""
-    it = Request(4, 5)
-    scheduler = Scheduler(it)
-    scheduler.step()
-    token_versions.record(scheduler, "2")
-    scheduler.result_queue[0] = (scheduler.result_queue[0][0], 0)
-    scheduler.step()
-    scheduler.step()
-    assert it.end() == [("1", 0, 2), ("2", 2, 3)]
-
-
-def test_several_updates_find_the_same_batch_in_flight() -> None:
-    it = Request(4)
-    scheduler = Scheduler(it)
-    scheduler.step()
-    token_versions.record(scheduler, "2")
-    token_versions.record(scheduler, "3")
-    scheduler.step()
-    scheduler.step()
-    assert it.end() == [("1", 0, 2), ("3", 2, 3)]
 
 
 class Stock:

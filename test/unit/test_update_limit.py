@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from sglang_reshard.control import Address, ControlClient, ControlServer
 from sglang_reshard.engine.trainer_presence import TrainerPresence
@@ -29,7 +28,6 @@ from support.world import run_world
 
 LIMIT_S = 1.5
 MOST_S = LIMIT_S + 4.0  # until the rank has cleaned up
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
