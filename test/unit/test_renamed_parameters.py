@@ -102,17 +102,19 @@ def train_renamed(trainer, rename, asynchronous):
     sender = trainer.sender()
     state = {f"policy.{name}": tensor for name, tensor in checkpoint(0).items()}
     seconds = []
+
+    def update(renaming):
+        if asynchronous:
+            return sender.update_async(state, rename=renaming).wait()
+        return sender.update(state, rename=renaming)
+
     for version in (1, 2):
         for name, tensor in checkpoint(version).items():
             state[f"policy.{name}"].copy_(tensor)
-        if asynchronous:
-            report = sender.update_async(state, rename=rename).wait()
-        else:
-            report = sender.update(state, rename=rename)
-        seconds.append(set(report.seconds))
+        seconds.append(set(update(rename).seconds))
     # Another renaming of the same memory is not taken for the last one.
     with pytest.raises(ReshardError) as refused:
-        sender.update(state, rename={"policy.": "actor."})
+        update({"policy.": "actor."})
     return "trace" in seconds[1], str(refused.value)
 
 
