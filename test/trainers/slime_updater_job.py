@@ -26,7 +26,7 @@ from sglang_reshard.testing import cpu_host
 from support import slime_stand_in
 from support.case_job import answer_cases
 from support.live_engines import NEW_TOKENS, PROMPTS, greedy
-from support.megatron_models import Case, checkpoint, initial_models, load, megatron_models, parallel, reference
+from support.megatron_models import Case, checkpoint, export, initial_models, load, megatron_models, parallel, reference
 from support.partial_states import not_assembled, of_this_rank
 from support.refusals import refusal_of
 from support.servers import launch, serving
@@ -103,14 +103,6 @@ def server(folder: Path, tp_size: int) -> Iterator[str]:
     else:
         dist.broadcast_object_list(shared, src=0)
         yield shared[0]
-
-
-def export(folder: Path, case: Case, version: str) -> dict[str, torch.Tensor]:
-    """The checkpoint of a version. transformers itself writes it, for what it is compared with to load."""
-    model = reference(case, seed=int(version))
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder / version)
-    return checkpoint(model)
 
 
 class Loop:
