@@ -21,8 +21,7 @@ from sglang_reshard.protocol.messages import (
     ShareWeightsReq,
 )
 from sglang_reshard.protocol.weights_info import WeightsInfo
-from tools.website import fields
-from tools.website.markdown import cell
+from tools.website import fields, markdown
 
 # Of the endpoints; what these contain is listed, too.
 MESSAGES: tuple[type[msgspec.Struct], ...] = (
@@ -52,22 +51,22 @@ def messages() -> str:
     blocks = []
     for kind in dict.fromkeys(part for message in MESSAGES for part in structs(message)):
         opening = fields.opening(inspect.getdoc(kind) or "")
-        blocks.append(f"### {kind.__name__}\n\n{opening}\n\n" + "\n".join(table(kind)))
+        blocks.append(f"### {kind.__name__}\n\n{opening}\n\n{table(kind)}")
     return "\n\n".join(blocks)
 
 
-def table(kind: type[msgspec.Struct]) -> list[str]:
-    """Returns the rows of a struct's table. Raises KeyError for a field that nothing describes."""
+def table(kind: type[msgspec.Struct]) -> str:
+    """Returns a struct's table. Raises KeyError for a field that nothing describes."""
     own = fields.descriptions(inspect.getdoc(kind) or "")
     inherited: dict[str, str] = {}
     if kind in (LoadSnapshotReq, PullWeightsReq, ShareWeightsReq):  # fields that they share with an update's request
         inherited = fields.descriptions(inspect.getdoc(DistributedUpdateWeightsReq) or "")
     told = {**own, **{n: text for n, text in inherited.items() if own.get(n, "as in ").startswith("as in ")}}
-    rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
-    for field in _info(kind).fields:
-        said = told[field.name]
-        rows.append(f"| `{field.encode_name}` | {described(field.type)} | {_default(field)} | {cell(said)} |")
-    return rows
+    rows = [
+        [f"`{field.encode_name}`", described(field.type), _default(field), markdown.cell(told[field.name])]
+        for field in _info(kind).fields
+    ]
+    return markdown.table(["field", "type", "default", "meaning"], rows)
 
 
 def described(kind: types.Type) -> str:
