@@ -13,7 +13,6 @@ PYTHONPATH=test, whose servers it uses.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -131,7 +130,7 @@ def _measure(folder: Path, tp: int, nbytes: int, places: list[tuple[Path, int]])
     return rows
 
 
-def main(out: Path | None) -> None:
+def main() -> None:
     with tempfile.TemporaryDirectory(dir=results.REPOSITORY / "build") as temporary:
         folder = Path(temporary)
         (folder / "model").mkdir()
@@ -144,10 +143,8 @@ def main(out: Path | None) -> None:
         places = [(folder / "run" / entry.name, entry.publication) for entry in snapshots.entries()]
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         rows = [row for tp in TPS for row in _measure(folder, tp, nbytes, places)]
-    pages.publish("snapshot-loads", "make bench-snapshots", rows, out=out)
+    pages.publish("snapshot-loads", "make bench-snapshots", rows)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m benchmark.snapshot_loads", description=__doc__)
-    parser.add_argument("--out", type=Path, help="another file for the results; no document is written then")
-    main(parser.parse_args().out)
+    main()
