@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
-from typing import Any
 
 import msgspec
 from msgspec import inspect as types
@@ -112,14 +110,9 @@ def _info(kind: type[msgspec.Struct]) -> types.StructType:
 
 
 def _inner(kind: types.Type) -> list[types.Type]:
-    held = [getattr(kind, part.name) for part in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
-    if not held:
-        held = [getattr(kind, name) for name in kind.__struct_fields__]
-    return [part for value in held for part in (value if isinstance(value, tuple) else (value,)) if _is_type(part)]
-
-
-def _is_type(value: Any) -> bool:
-    return isinstance(value, types.Type)
+    held = [getattr(kind, name) for name in kind.__struct_fields__]
+    parts = [part for value in held for part in (value if isinstance(value, tuple) else (value,))]
+    return [part for part in parts if isinstance(part, types.Type)]
 
 
 def _bounds(kind: types.Type) -> str:
