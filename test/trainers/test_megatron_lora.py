@@ -15,14 +15,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from sglang_reshard.sources import megatron_adapter_config, megatron_adapter_tensors
-from support.live_engines import LORA, PROMPTS, live_engine
+from support.live_engines import LORA, MODULES, PROMPTS, live_engine
 from support.log_probs import log_probs, served_log_probs
 from support.megatron_bridge_env import FOLDERS
 from support.scripts import answers
 from support.trainer_rows import shown
 from support.trainers import run_trainers
-
-MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def two_versions(job: dict[str, Any]) -> dict[str, Any]:
