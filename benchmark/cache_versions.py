@@ -28,6 +28,7 @@ from typing import Any
 
 from benchmark import pages
 from benchmark.results import Row, Rows
+from benchmark.world import find_tests
 from sglang_reshard.protocol.messages import BY_VERSION, FlushCache
 
 WAYS: dict[str, tuple[str, FlushCache]] = {
@@ -141,9 +142,10 @@ def run(ways: Sequence[str], seconds: float, every_s: float) -> Rows:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import Qwen3ForCausalLM
 
-    from sglang_reshard import VerlEngine
     from sglang_reshard.selftest import tiny_model
-    from sglang_reshard.testing import cpu_host
+
+    find_tests()
+    from support.live_engines import live_engine
 
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -152,18 +154,15 @@ def run(ways: Sequence[str], seconds: float, every_s: float) -> Rows:
         for seed in (1, 2, 3):
             torch.manual_seed(seed)
             states.append(dict(Qwen3ForCausalLM(tiny_model.config(1, 1)).named_parameters()))
-        cpu_host.activate(1)
-        engine = VerlEngine(
-            init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)),
-            1,
-            model_path=str(Path(folder, "model")),
+        engine = live_engine(
+            init_device_mesh("cpu", (1,)),
+            Path(folder, "model"),
             load_format="dummy",
             dtype="float32",
             context_length=CONTEXT,
             enable_metrics=True,
             skip_tokenizer_init=True,
-            log_level="warning",
-            **cpu_host.engine_arguments(max_total_tokens=65536),
+            max_total_tokens=65536,
         )
         try:
             return [measure(engine, states, way, seconds, every_s) for way in ways]

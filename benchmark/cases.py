@@ -81,16 +81,3 @@ CASES = (
     Case("small dense", SMALL_DENSE, 4, 16),
     Case("small dense", SMALL_DENSE, 16, 4),
 )
-# Into an engine on the GPU that the trainer ranks share: Qwen3-1.7B, and three layers of Qwen3-30B-A3B with a smaller
-# vocabulary.
-ONE_GPU_CASES = (
-    Case("dense", Qwen3(28, 2048, 6144, 16, 8, 128, 151936), 4, 1),
-    Case("MoE", Qwen3(3, 2048, 768, 32, 4, 128, 32768, experts=128, tied=False), 4, 1),
-)
-# Into an engine on the same GPU with a prefix cache in host memory.
-HOST_CACHE_CASE = Case("host cache", Qwen3(4, 1024, 3072, 16, 8, 128, 32768), 1, 1)
-# For developing this package; in no result.
-TINY_CASES = (
-    Case("tiny dense", Qwen3(2, 64, 128, 4, 4, 16, 512), 2, 2),
-    Case("tiny MoE", Qwen3(2, 64, 64, 4, 4, 16, 512, experts=4, tied=False), 2, 2),
-)

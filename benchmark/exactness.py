@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from benchmark.weights import FINAL_VERSION, Weights
+from sglang_reshard.selftest import stock
 from sglang_reshard.selftest.digests import Digests, read_live_digests
 from sglang_reshard.selftest.trainer import whole as gather
 
@@ -41,9 +42,7 @@ def stock_load(weights: Weights, engine: Any, model_path: Path, folder: Path) ->
     if engine is not None:
         save_file(whole, model_path / "model.safetensors", metadata={"format": "pt"})
         whole.clear()
-        loaded, *why = engine.update_weights_from_disk(str(model_path), load_format="auto")
-        if not loaded:
-            raise RuntimeError(f"stock did not load the trainer's checkpoint: {why}")
+        stock.load(engine, model_path)
         found = read_live_digests(engine, folder)
     dist.barrier()
     return found

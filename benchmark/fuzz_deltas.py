@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
@@ -26,7 +25,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.fuzz_deltas", description=__doc__)
     parser.add_argument("--cases", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="another file for the results; no document is written then")
     arguments = parser.parse_args()
     console, rows = Console(width=140), []
     for kind in KINDS:
@@ -36,7 +34,7 @@ def main() -> int:
             console.print(failure, highlight=False, markup=False)
         rows.append(found._asdict())
     command = f"python -m benchmark.fuzz_deltas --cases {arguments.cases} --seed {arguments.seed}"
-    pages.publish("fuzz-deltas", command, rows, out=arguments.out)
+    pages.publish("fuzz-deltas", command, rows)
     return 1 if any(row["failures"] for row in rows) else 0
 
 

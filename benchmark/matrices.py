@@ -41,6 +41,11 @@ def sharded(model: Matrices, trainers: int, dim: int = 0) -> list[tuple[str, DTe
 DENSE, MOE = Matrices("dense", 310, 1024, 512), Matrices("MoE", 4800, 64, 128)
 
 
+def value(number: int, version: int) -> float:
+    """Returns the value of all elements of a matrix in a version, which bfloat16 can represent."""
+    return float((number + 7 * version) % 128)
+
+
 class MatrixParts(torch.nn.Module):
     """One engine rank's part of each matrix: its rows, or what it has along each of `dims` in turn."""
 

@@ -16,22 +16,20 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from benchmark import pages, results
 from benchmark.results import Rows
-from benchmark.world import slowest
+from benchmark.world import run_world, slowest
 from sglang_reshard import ReshardPlan
 
-RANKS, UPDATES = 4, 9
+RANKS, UPDATES, DEADLINE_S = 4, 9, 600.0
 Tensors = dict[str, DTensor]
 
 
@@ -146,21 +144,16 @@ def measure_case(case: str, size: Size, moves: int, folder: Path) -> Rows:
     ]
 
 
-def _worker(rank: int, size: Size, moves: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+def train(_: Any, size: Size, moves: int, folder: str) -> Rows:
     warnings.filterwarnings("ignore", module="torch")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
-    rows = [row for case in CASES for row in measure_case(case, size, moves, folder / "checkpoint")]
-    if rank == 0:
-        (folder / "rows.json").write_bytes(msgspec.json.encode(rows))
-    dist.destroy_process_group()
+    return [row for case in CASES for row in measure_case(case, size, moves, Path(folder))]
 
 
 def measure(size: Size, moves: int) -> Rows:
     """Measures all cases, on ranks of its own."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        mp.spawn(_worker, (size, moves, Path(folder)), nprocs=RANKS)
-        return msgspec.json.decode((Path(folder) / "rows.json").read_bytes())
+        (rows, *_), _ = run_world("benchmark.mesh_to_mesh", RANKS, 0, size, moves, folder, deadline_s=DEADLINE_S)
+        return rows
 
 
 def main() -> None:

@@ -30,11 +30,6 @@ WAYS: tuple[tuple[str, int, bool], ...] = (
 VERSIONS, ENGINES, DEADLINE_S = 6, 2, 500.0
 
 
-def _value(number: int, version: int) -> float:
-    """Returns the value of all elements of a matrix, which bfloat16 can represent."""
-    return float((number + 7 * version) % 128)
-
-
 def train(trainer: Any, model: Matrices, port: int) -> list[dict[str, Any]]:
     """Trainer rank 1 broadcasts; trainer rank 0, which reaches the engine ranks, is beside them."""
     from sglang.srt.utils.common import init_custom_process_group
@@ -57,7 +52,7 @@ def train(trainer: Any, model: Matrices, port: int) -> list[dict[str, Any]]:
         for _ in range(VERSIONS):
             version += 1
             for number, (_, tensor) in enumerate(weights):
-                tensor.fill_(_value(number, version))
+                tensor.fill_(matrices.value(number, version))
             dist.barrier()
             began = time.perf_counter()
             for bucket in cut:
@@ -86,7 +81,7 @@ def serve(rank: int, ranks: int, requests: Any, model: Matrices, _port: int) -> 
     engine, exact = MatrixParts(rank, ranks, model), True
     for request in updates(engine, rank, ranks, requests):
         version = int(request.weight_version)
-        exact &= all((p == _value(n, version)).all() for n, p in enumerate(engine.weights))
+        exact &= all((p == matrices.value(n, version)).all() for n, p in enumerate(engine.weights))
     return exact
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmark.commit import commit
 from sglang_reshard.selftest import host
 
 REPOSITORY = Path(__file__).parents[1]
@@ -41,6 +41,23 @@ def header(command: str, notes: Sequence[str]) -> dict[str, Any]:
         "command": command,
         "notes": list(notes),
     }
+
+
+def commit() -> str:
+    """With a plus if the tree has changes; what the file COMMIT says, which a bundle has in place of a repository.
+
+    Results do not count as changes: a command that writes several files would be none of a commit after the first.
+    """
+    said = REPOSITORY / "COMMIT"
+    if said.exists():
+        return said.read_text().strip()
+    changes = _git("status", "--porcelain", "--untracked-files=no", ":/", ":!benchmark/results", ":!docs/results")
+    return _git("rev-parse", "--short=12", "HEAD") + "+" * bool(changes)
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def load_of_host() -> str:

@@ -13,7 +13,7 @@ PYTHONPATH=test, whose servers it uses.
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import statistics
 import tempfile
@@ -25,6 +25,7 @@ import psutil
 import torch
 
 from benchmark import pages, results
+from benchmark.models import Qwen3
 from benchmark.results import Rows
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.extras.snapshots.folders import LocalFolder, listed
@@ -33,7 +34,7 @@ from support.servers import launch, serving
 from support.snapshot_writer import write_tensors
 
 TPS, REPEATS = (2, 4), 5
-HIDDEN, LAYERS, VOCAB = 2048, 8, 32_000
+MODEL = Qwen3(8, 2048, 3 * 2048, 16, 8, 128, 32_000, tied=False)
 Load = Callable[[RemoteEngine, Path, int], None]
 
 
@@ -55,29 +56,14 @@ WAYS: dict[str, Load] = {"staged": _snapshot(True), "in place": _snapshot(False)
 
 def _model(folder: Path) -> dict[str, torch.Tensor]:
     """Writes a model's configuration; returns its tensors, in bfloat16."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     from sglang_reshard.selftest import tiny_model
 
     tiny_model.save(folder, 2, 2)  # a tokenizer
-    config = Qwen3Config(
-        hidden_size=HIDDEN,
-        intermediate_size=3 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=VOCAB,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-        architectures=["Qwen3ForCausalLM"],
-    )
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Qwen3ForCausalLM(config).named_parameters()}
+    (folder / "config.json").write_text(json.dumps(MODEL.config()))
     generator = torch.Generator().manual_seed(1)
     return {
-        n: torch.randn(s, generator=generator, dtype=torch.float32).mul_(0.02).bfloat16() for n, s in shapes.items()
+        n: torch.randn(s, generator=generator, dtype=torch.float32).mul_(0.02).bfloat16()
+        for n, s in MODEL.shapes().items()
     }
 
 
@@ -131,7 +117,7 @@ def _measure(folder: Path, tp: int, nbytes: int, places: list[tuple[Path, int]])
     return rows
 
 
-def main(out: Path | None) -> None:
+def main() -> None:
     with tempfile.TemporaryDirectory(dir=results.REPOSITORY / "build") as temporary:
         folder = Path(temporary)
         (folder / "model").mkdir()
@@ -144,10 +130,8 @@ def main(out: Path | None) -> None:
         places = [(folder / "run" / entry.name, entry.publication) for entry in snapshots.entries()]
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         rows = [row for tp in TPS for row in _measure(folder, tp, nbytes, places)]
-    pages.publish("snapshot-loads", "make bench-snapshots", rows, out=out)
+    pages.publish("snapshot-loads", "make bench-snapshots", rows)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m benchmark.snapshot_loads", description=__doc__)
-    parser.add_argument("--out", type=Path, help="another file for the results; no document is written then")
-    main(parser.parse_args().out)
+    main()

@@ -22,13 +22,13 @@ def run_world(module: str, trainers: int, engines: int, *arguments: Any, deadlin
     """Runs `train` and `serve` of a module, each with its arguments, on so many ranks. Returns what each rank returns.
 
     train  gets `support.world.Trainer` first
-    serve  gets its rank, the number of ranks and the requests first
+    serve  gets its rank, the number of ranks and the requests first; a module without engine ranks has none
     """
     find_tests()
     from support.world import run_world
 
     of = importlib.import_module(module)  # and not __main__, which other processes cannot import
-    return run_world(trainers, engines, of.train, of.serve, *arguments, deadline_s=deadline_s)
+    return run_world(trainers, engines, of.train, getattr(of, "serve", None), *arguments, deadline_s=deadline_s)
 
 
 def find_tests() -> None:

@@ -14,9 +14,8 @@ import sys
 import tarfile
 from pathlib import Path
 
-from benchmark.commit import commit
 from benchmark.gpu.packages import FOLDER, NAMES
-from benchmark.results import REPOSITORY
+from benchmark.results import REPOSITORY, commit
 
 ARCHIVE = REPOSITORY / "build" / "gpu-bundle.tar.gz"
 MAX_BYTES = 64 << 20

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from benchmark.gpu.item import Bench, Item
-from benchmark.gpu.peer import Here
+from benchmark.gpu.peer import Here, everywhere
 from benchmark.gpu.place import DEVICE, MIB, pattern, room, same_bytes
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.layout.regions import ITEM_BYTES
@@ -59,15 +59,13 @@ def _compile(bench: Bench, rows: int, columns: int) -> None:
     """Compiles all kernels in several processes at once; Triton keeps them in its folder."""
     begin, parts = time.perf_counter(), bench.place.pick(min(6, len(os.sched_getaffinity(0))), 1)
     peers = [bench.peer(f"compiler {part}") for part in range(parts)]
-    for part, peer in enumerate(peers):
-        peer.start(_build, rows, columns, part, parts)
+    everywhere(peers, _build, rows, columns, parts, ranked=True)
     for peer in peers:
-        peer.result()
         peer.stop()
     bench.saw(compile_seconds=time.perf_counter() - begin)
 
 
-def _build(here: Here, rows: int, columns: int, part: int, parts: int) -> None:
+def _build(here: Here, part: int, rows: int, columns: int, parts: int) -> None:
     pairs = sorted((pair for _, pair in _cases(rows, columns)), key=lambda pair: str((pair[1].dtype, pair[0].dtype)))
     copied(pairs[len(pairs) * part // parts : len(pairs) * (part + 1) // parts])
 

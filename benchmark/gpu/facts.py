@@ -20,7 +20,6 @@ import msgspec
 import torch
 
 from benchmark import results
-from benchmark.commit import commit
 from benchmark.gpu.item import Row
 from benchmark.gpu.peer import Here, Peer
 from benchmark.gpu.place import DEVICE, GIB, Place
@@ -103,7 +102,7 @@ def save(path: Path, host: dict[str, Any], rows: Sequence[Row], command: str, ve
         "header": True,
         "host": host,
         "versions": {"python": host["python"], "torch": host["torch"], "sglang-reshard": __version__},
-        "commit": commit(),
+        "commit": results.commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "command": command,
         "verdict": verdict,
@@ -116,6 +115,6 @@ def passed(path: Path, host: dict[str, Any]) -> list[Row]:
     if not path.exists():
         return []
     head, *rows = msgspec.json.decode(path.read_bytes())
-    if (head["commit"], head["host"]["gpus"]) != (commit(), host["gpus"]):
+    if (head["commit"], head["host"]["gpus"]) != (results.commit(), host["gpus"]):
         raise SystemExit(f"{path} is of commit {head['commit']} on {head['host']['gpus']}; run without --resume")
     return [row for row in msgspec.convert(rows, list[Row]) if row.verdict == "pass"]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from benchmark.gpu import sharing
 from benchmark.gpu.item import Bench, Item
-from benchmark.gpu.peer import Here, Peer
+from benchmark.gpu.peer import Here
 from benchmark.gpu.place import DEVICE, MIB, free_bytes, room
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.memory.mapping import MemoryExporter
+from sglang_reshard.memory.mapping import Handles, MemoryExporter
 
 _MANY_S = 25.0
 _SLACK = 16 * MIB  # kernels that are loaded late, tables of the driver
@@ -140,7 +141,7 @@ def kinds(bench: Bench) -> None:
     producers["MemPool"] = bench.peer("producer with a MemPool")
     opener = bench.peer("opener")
     for kind in ("expandable_segments", "cudaMallocAsync"):
-        refusal = _refusal(producers[kind], size)
+        refusal = producers[kind].call(_try_to_publish, size)
         bench.saw(**{kind: refusal or "exported"})
         bench.check("p2p" in refusal, f"memory of {kind} was not refused with the cure: {refusal!r}")
     if bench.place.rehearsed:
@@ -151,16 +152,8 @@ def kinds(bench: Bench) -> None:
     bench.check(opener.call(sharing.reads, [size], 3), "memory of a MemPool was read wrong")
 
 
-def _refusal(peer: Peer, size: int) -> str:
-    return str(peer.call(_try_to_publish, size))
-
-
 def _try_to_publish(here: Here, size: int) -> str:
-    try:
-        handles = sharing.publish(here, [size], 2)
-    except ReshardError as error:
-        return str(error)
-    return str(handles.reason)
+    return _refusal(lambda: sharing.publish(here, [size], 2))
 
 
 def _publish_from_pool(here: Here, size: int) -> Any:
@@ -234,9 +227,13 @@ def _export_mapped(here: Here, handles: Any, size: int) -> str:
 
 
 def _refused(shards: list[torch.Tensor]) -> str:
-    """Returns why the shards were refused; empty if they were not."""
+    return _refusal(lambda: MemoryExporter(1).export(shards))
+
+
+def _refusal(export: Callable[[], Handles]) -> str:
+    """Returns why an export is refused; empty if it is not."""
     try:
-        handles = MemoryExporter(1).export(shards)
+        handles = export()
     except ReshardError as error:
         return str(error)
     return str(handles.reason)

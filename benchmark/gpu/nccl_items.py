@@ -12,7 +12,7 @@ import torch
 
 from benchmark.gpu import nccl_waits, sharing
 from benchmark.gpu.item import Bench, Item, Skip
-from benchmark.gpu.peer import Here
+from benchmark.gpu.peer import Here, everywhere
 from benchmark.gpu.place import DEVICE, GIB, MIB, pattern, same_bytes
 from sglang_reshard.control import Address
 from sglang_reshard.protocol.session import LOOPBACK, Session
@@ -101,9 +101,7 @@ def _environment() -> dict[str, str]:
 def twice(bench: Bench) -> None:
     ranks = [bench.peer(f"rank {number}", visible=("0", (0,))) for number in range(2)]
     session = Session.host(LOOPBACK, 20.0)
-    for number, peer in enumerate(ranks):
-        peer.start(join, session.address, "twice", number, _TIMEOUT_S)
-    found = [peer.result() for peer in ranks]
+    found = everywhere(ranks, join, session.address, "twice", _TIMEOUT_S, ranked=True)
     bench.saw(errors=[error for error, _ in found], seconds=[seconds for _, seconds in found])
     for error, seconds in found:
         bench.check(bool(error), "two ranks of one GPU were connected; NCCL did not refuse")
@@ -118,7 +116,7 @@ def stopped(bench: Bench) -> None:
     session = Session.host(LOOPBACK, 20.0)
     stopping.call(sharing.computes)
     stopping.signal(signal.SIGSTOP)
-    error, seconds = waiting.call(join, session.address, "stopped", 0, _TIMEOUT_S)
+    error, seconds = waiting.call(join, 0, session.address, "stopped", _TIMEOUT_S)
     stopping.signal(signal.SIGCONT)
     bench.saw(error=error, seconds=seconds)
     bench.check(bool(error), "it was connected to a process that was stopped")
@@ -126,7 +124,7 @@ def stopped(bench: Bench) -> None:
     bench.check(waiting.call(sharing.computes), "the rank that waited cannot use its GPU any more")
 
 
-def join(here: Here, address: Address, name: str, peer_id: int, timeout_s: float) -> tuple[str, float]:
+def join(here: Here, peer_id: int, address: Address, name: str, timeout_s: float) -> tuple[str, float]:
     """Connects to the other of two. Returns the error, empty if there was none, and the seconds that it took."""
     with nccl_waits.communicator(here, address, name, peer_id, 2, timeout_s) as (group, store):
         return nccl_waits.outcome(lambda: group.connect(store))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from benchmark.gpu import sharing
 from benchmark.gpu.item import Bench
-from benchmark.gpu.peer import Here, Peer
+from benchmark.gpu.peer import Here, Peer, everywhere
 from benchmark.gpu.place import DEVICE, MIB
 from sglang_reshard.control import Address
 from sglang_reshard.errors import ReshardError
@@ -26,7 +26,6 @@ _STILL_S = 1.0  # a thread that ticks stands still for less than that
 _TIMEOUT_S = 20.0
 _LATE_S = 6.0
 _BROADCASTS = 10_000
-FIRST, SECOND = ("0", (0,)), ("1", (1,))
 
 
 @contextlib.contextmanager
@@ -146,22 +145,20 @@ def _connect_to_nobody(here: Here, address: Address, name: str, aborts: bool) ->
 def stopped_peer(bench: Bench) -> None:
     """One thread waits for a rank that was stopped, and another aborts."""
     session = Session.host(LOOPBACK, _TIMEOUT_S)
-    waiting, stopping = ranks = _pair(bench)
-    for rank, peer in enumerate(ranks):
-        peer.start(_connect, session.address, rank)
-    for peer in ranks:
-        peer.result()
+    waiting, stopping = ranks = pair(bench)
+    everywhere(ranks, _connect, session.address, ranked=True)
     stopping.signal(signal.SIGSTOP)
     check_outcome(bench, "wait", waiting.call(_abort_a_broadcast), 1.0)
     stopping.signal(signal.SIGCONT)
     bench.check(waiting.call(sharing.computes), "the rank that waited cannot use its GPU any more")
 
 
-def _pair(bench: Bench) -> tuple[Peer, Peer]:
-    return bench.peer("rank 0", visible=FIRST), bench.peer("rank 1", visible=SECOND)
+def pair(bench: Bench) -> list[Peer]:
+    """Two ranks, each of which sees a GPU of its own."""
+    return [bench.peer(f"rank {number}", visible=(str(number), (number,))) for number in range(2)]
 
 
-def _connect(here: Here, address: Address, rank: int) -> None:
+def _connect(here: Here, rank: int, address: Address) -> None:
     with communicator(here, address, "stopped peer", rank, 2) as (group, store):
         group.connect(store)
 
@@ -180,15 +177,12 @@ def many(bench: Bench) -> None:
     """torch's default is NCCL's other mode since one of them hung at random (pytorch#153960)."""
     count = bench.place.pick(_BROADCASTS, 50)
     session = Session.host(LOOPBACK, _TIMEOUT_S)
-    ranks = _pair(bench)
-    for rank, peer in enumerate(ranks):
-        peer.start(_broadcast_many, session.address, rank, count)
-    found = [peer.result() for peer in ranks]
+    found = everywhere(pair(bench), _broadcast_many, session.address, count, ranked=True)
     bench.saw(broadcasts=count, seconds=[seconds for _, seconds in found])
     bench.check(not any(error for error, _ in found), f"a broadcast failed or hung: {found}")
 
 
-def _broadcast_many(here: Here, address: Address, rank: int, count: int) -> tuple[str, float]:
+def _broadcast_many(here: Here, rank: int, address: Address, count: int) -> tuple[str, float]:
     with communicator(here, address, "many", rank, 2) as (group, store):
         group.connect(store)
         return outcome(lambda: _broadcasts(group, count))
@@ -211,10 +205,8 @@ def beside(bench: Bench) -> None:
     """Broadcasts while another thread of both processes runs collectives of its own and allocates memory."""
     count = bench.place.pick(1000, 20)
     session = Session.host(LOOPBACK, _TIMEOUT_S)
-    ranks = _pair(bench)
-    for rank, peer in enumerate(ranks):
-        peer.start(_broadcast_beside, session.address, rank, count)
-    found = [peer.result() for peer in ranks]
+    ranks = pair(bench)
+    found = everywhere(ranks, _broadcast_beside, session.address, count, ranked=True)
     bench.saw(outcomes=found, broadcasts=count)
     bench.check(not any(error for error, *_ in found), "the two waited for each other: an update would fail")
     for _, _, still_s, _ in found:
@@ -222,7 +214,7 @@ def beside(bench: Bench) -> None:
     bench.check(all(peer.call(sharing.computes) for peer in ranks), "a rank cannot use its GPU any more")
 
 
-def _broadcast_beside(here: Here, address: Address, rank: int, count: int) -> tuple[str, float, float, int]:
+def _broadcast_beside(here: Here, rank: int, address: Address, count: int) -> tuple[str, float, float, int]:
     """The error, seconds, how long a thread stood still, and how many collectives the other thread has run."""
     end, ran = threading.Event(), [0]
     with communicator(here, address, "beside", rank, 2) as (group, store), ticking() as still_s:

@@ -8,19 +8,17 @@ from benchmark.gpu import nccl_waits, sharing
 from benchmark.gpu.copy_items import copied
 from benchmark.gpu.item import Bench, Item
 from benchmark.gpu.nccl_items import join
-from benchmark.gpu.peer import Here
+from benchmark.gpu.peer import Here, everywhere
 from benchmark.gpu.place import DEVICE, GIB, MIB, pattern, same_bytes, seconds_of
 from sglang_reshard.memory.mapping import Handles
 from sglang_reshard.protocol.session import LOOPBACK, Session
-
-_FIRST, _SECOND = ("0", (0,)), ("1", (1,))
 
 
 def unseen(bench: Bench) -> None:
     """Each process sees one GPU, and not the other's: the reader maps the other's memory on its own."""
     size = bench.place.pick(4 * GIB, MIB)
-    producer = bench.peer("trainer rank on GPU 0", visible=_FIRST)
-    consumer = bench.peer("engine rank on GPU 1", visible=_SECOND)
+    producer = bench.peer("trainer rank on GPU 0", visible=("0", (0,)))
+    consumer = bench.peer("engine rank on GPU 1", visible=("1", (1,)))
     near, far = producer.call(sharing.device_of), consumer.call(sharing.device_of)
     bench.saw(gpus=[near["uuid"], far["uuid"]])
     bench.check(near["uuid"] != far["uuid"], "both processes use one GPU")
@@ -55,11 +53,8 @@ def peer_access(bench: Bench) -> None:
 
 def two_ranks(bench: Bench) -> None:
     """The same as "NCCL with a GPU twice", with a GPU for each: now it must connect."""
-    ranks = [bench.peer(f"rank {n}", visible=visible) for n, visible in enumerate((_FIRST, _SECOND))]
     session = Session.host(LOOPBACK, 20.0)
-    for number, peer in enumerate(ranks):
-        peer.start(join, session.address, "two", number, 30.0)
-    found = [peer.result() for peer in ranks]
+    found = everywhere(nccl_waits.pair(bench), join, session.address, "two", 30.0, ranked=True)
     bench.saw(seconds=[seconds for _, seconds in found])
     bench.check(not any(error for error, _ in found), f"not connected: {found}")
 

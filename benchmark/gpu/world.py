@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from benchmark.gpu import sharing
 from benchmark.gpu.item import Bench
-from benchmark.gpu.peer import Here, Peer
+from benchmark.gpu.peer import Here, everywhere
 from benchmark.gpu.place import DEVICE, free_bytes
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
@@ -251,10 +251,3 @@ class World:
         The last trainer rank that returns its unused memory sees the most.
         """
         return max(everywhere(self.trainers, sharing.free))
-
-
-def everywhere(peers: list[Peer], function: Any, *arguments: Any, ranked: bool = False) -> list[Any]:
-    """Runs a function in all of these at once. ranked: with the number of each as the first argument."""
-    for rank, peer in enumerate(peers):
-        peer.start(function, *([rank] if ranked else []), *arguments)
-    return [peer.result() for peer in peers]

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from benchmark.matrices import value
 from sglang_reshard import ModuleReceiver, ModuleSender
 
 _WAIT_S, _PORT, _CHUNK = 300.0, 29533, 1 << 20
@@ -49,11 +50,6 @@ class Job(msgspec.Struct, frozen=True):
         return self.tensors * self.side * self.side * 2
 
 
-def values(number: int, version: int) -> float:
-    """Returns the value of all elements of a matrix, which bfloat16 can represent."""
-    return float((number + 7 * version) % 128)
-
-
 def train(job: Job) -> None:
     os.environ.update(MASTER_ADDR=job.address, MASTER_PORT=str(_PORT), RANK=str(job.rank), WORLD_SIZE=str(job.trainers))
     dist.init_process_group("gloo")
@@ -64,11 +60,10 @@ def train(job: Job) -> None:
     if job.rank == 0:
         write(job.folder, "metadata", sender.metadata)
     sender.wait_for_receivers(job.receivers, _WAIT_S)
-    seconds, sent, received, transports = [], 0, [0], set()
+    seconds, sent, transports = [], 0, set()
     for version in range(job.updates + 1):
         for number, tensor in enumerate(state.values()):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            local.fill_(values(number, version))
+            tensor.to_local().fill_(value(number, version))
         dist.barrier()
         sent_before, began = _host_sent(), time.perf_counter()
         reports = sender.update(list(state.items()), weight_version=str(version), on_failure=job.on_failure)
@@ -76,12 +71,9 @@ def train(job: Job) -> None:
             seconds.append(time.perf_counter() - began)
             sent += _host_sent() - sent_before
         if reports:
-            updated = [report for report in reports.values() if report.success]
-            received = [rank.received_bytes for report in updated for rank in report.engine_ranks]
-            transports = {report.transport for report in updated}
+            transports = {report.transport for report in reports.values() if report.success}
     if job.rank == 0:
-        found = {"seconds": seconds, "received": received, "transports": sorted(transports)}
-        write(job.folder, "timed", json.dumps(found))
+        write(job.folder, "timed", json.dumps({"seconds": seconds, "transports": sorted(transports)}))
     write(job.folder, f"sent-{job.rank}", str(sent // max(1, job.updates)))
     sender.close()
     dist.destroy_process_group()
@@ -96,7 +88,7 @@ def receive(job: Job) -> None:
     receiver.init(read(job.folder, "metadata"), timeout_s=_WAIT_S)
     for version in range(job.updates + 1):
         assert receiver.receive(_WAIT_S) == str(version)
-    exact = all((p == values(n, job.updates)).all() for n, (_, p) in enumerate(model.named_parameters()))
+    exact = all((p == value(n, job.updates)).all() for n, (_, p) in enumerate(model.named_parameters()))
     write(job.folder, f"exact-{job.rank}", str(exact))
     receiver.close()
 

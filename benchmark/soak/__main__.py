@@ -22,13 +22,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.soak", description=__doc__)
     parser.add_argument("--updates", type=_positive, default=2000)
     parser.add_argument("--every", type=_positive, default=50, help="verify the first version in full, and every N-th")
-    parser.add_argument("--clients", type=_positive, default=3, help="every second one streams")
     parser.add_argument("--out", type=Path, help="another file for the results; no document is written then")
-    parser.add_argument("--deadline-s", type=float, help="of the whole run")
     arguments = parser.parse_args()
     progress = Console(stderr=True)
-    deadline_s = arguments.deadline_s or _FIXED_S + _UPDATE_S * arguments.updates
-    soak = launcher.Soak(arguments.updates, arguments.every, arguments.clients, deadline_s)
+    soak = launcher.Soak(arguments.updates, arguments.every, _FIXED_S + _UPDATE_S * arguments.updates)
     try:
         with children.sigterm_as_interrupt():
             found = launcher.run(soak, progress)

@@ -28,6 +28,7 @@ from sglang_reshard.selftest.events import Note
 from sglang_reshard.selftest.progress import Progress
 
 _SAY_EVERY_S = 30.0
+_CLIENTS = 3  # every second one streams
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -50,7 +51,6 @@ class Soak:
 
     updates: int
     every: int
-    clients: int
     deadline_s: float
 
 
@@ -101,8 +101,8 @@ def _updates(soak: Soak, place: _Place, console: Console) -> tuple[Job, list[Tal
         progress.show(Note(f"starting an SGLang server, TP={ENGINE_TP}"))
         with children.started(command, served, log) as server, ExitStack() as clients:
             engines.await_health(url, server, log)
-            tallies = clients.enter_context(asking(url, standing, soak.clients))
-            progress.show(Note(f"{soak.clients} clients ask; {TRAINER_RANKS} trainer ranks begin"))
+            tallies = clients.enter_context(asking(url, standing, _CLIENTS))
+            progress.show(Note(f"{_CLIENTS} clients ask; {TRAINER_RANKS} trainer ranks begin"))
             job = Job(
                 updates=soak.updates,
                 every=soak.every,

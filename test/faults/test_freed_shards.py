@@ -101,10 +101,3 @@ def test_a_trainer_that_never_is_asked_is_a_hang():
     """The deadline of these tests works."""
     with pytest.raises(Hang):
         wait_until(lambda: False, 0.1, "nothing")
-
-
-def test_what_is_freed_has_no_memory():
-    shard = torch.ones(8)
-    shard.share_memory_()
-    shard.untyped_storage().resize_(0)
-    assert shard.untyped_storage().nbytes() == 0

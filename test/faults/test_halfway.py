@@ -3,8 +3,6 @@
 At the default deadline of 300 s, which must not matter. In the toy's layout trainer rank 1 sends to engine rank 1.
 """
 
-import time
-
 import pytest
 
 from support.scenes import DETECT_S
@@ -20,17 +18,12 @@ def fill(scene, **options):
     receiver = scene.engines[1]
     new = scene.begin("p2p", {1: Arm("send")}, **options)
     scene.until_held(scene.trainers[1])
-    wait(scene)  # until all receive
+    scene.wait(FILLS_S)  # until all receive
     receiver.stop()
     scene.let_go(scene.trainers[1])
-    wait(scene)
+    scene.wait(FILLS_S)
     assert scene.trainers[1].owes
     return new
-
-
-def wait(scene):
-    end = time.monotonic() + FILLS_S
-    scene.until(lambda: time.monotonic() > end, 60, "a connection to be full")
 
 
 @pytest.mark.parametrize("staged", [False, sweep(True)])

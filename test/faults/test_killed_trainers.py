@@ -3,8 +3,6 @@
 At the default deadline of 300 s, which must not matter.
 """
 
-import time
-
 import pytest
 
 from support.scenes import DETECT_S, message_names
@@ -80,9 +78,9 @@ def test_a_trainer_rank_killed_between_updates(scene, case, rank):
 def test_a_trainer_rank_killed_while_the_other_waits_for_it_to_call_update(scene, case):
     with case("trainer rank 1 killed", "before its announce", "ipc") as row:
         scene.make_good("ipc")
-        victim, waits = scene.trainers[1], time.monotonic() + WAITS_S
+        victim = scene.trainers[1]
         new = scene.begin("ipc", late=victim)
-        scene.until(lambda: time.monotonic() > waits, 60, "trainer rank 0 to wait")
+        scene.wait(WAITS_S)
         assert scene.busy()
         kill_and_go_on(scene, row, victim, new, OLD)
 
@@ -104,8 +102,8 @@ def test_a_new_trainer_begins_while_staged_weights_of_a_dead_one_still_land(scen
         for player in list(scene.trainers):
             scene.kill(player)
         scene.start_trainers()
-        new, asked = scene.begin("ipc", staged=staged), time.monotonic() + WAITS_S
-        scene.until(lambda: time.monotonic() > asked, 60, "the engine to be asked")
+        new = scene.begin("ipc", staged=staged)
+        scene.wait(WAITS_S)  # until the engine is asked
         scene.let_go(slow)
         scene.until_ended()
         row.outcome = scene.judge(new)

@@ -3,8 +3,6 @@
 At the default deadline of 300 s, which must not matter. In the toy's layout engine rank 1 reads from trainer rank 1.
 """
 
-import time
-
 import pytest
 
 from support.nixl_env import needs_nixl, use_nixl
@@ -32,14 +30,9 @@ def read_halfway(scene, **options):
     new = with_nixl(scene).hold(reader, "read", "nixl", **options)
     source.stop()
     scene.let_go(reader)
-    wait(scene, HALFWAY_S)
+    scene.wait(HALFWAY_S)
     assert scene.trainers[0].owes
     return new
-
-
-def wait(scene, seconds):
-    end = time.monotonic() + seconds
-    scene.until(lambda: time.monotonic() > end, 60, "time to pass")
 
 
 @pytest.mark.parametrize("staged", [sweep(False), True])
@@ -78,7 +71,7 @@ def test_what_was_being_read_when_an_update_was_aborted_never_lands(scene, case)
         scene.until(lambda: not reader.owes, DETECT_S, "engine rank 1 to give up its read")
         source.wake()
         scene.until_ended()
-        wait(scene, HALFWAY_S)
+        scene.wait(HALFWAY_S)
         scene.start_engines()
         if not source.alive:  # UCX ends a process that goes on to answer one that has gone: "Fatal: Endpoint timeout"
             scene.start_trainers()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -113,8 +112,7 @@ def _live_through(scene: Scene, weather: Weather) -> tuple[str, float | None]:
     """What the engine has after the update, and how long it took the survivors of a kill to notice."""
     victim, new = _player(scene, weather.victim), _begin(scene, weather)
     if weather.at is None:
-        end = time.monotonic() + weather.after_s
-        scene.until(lambda: time.monotonic() > end, 60, "a moment")
+        scene.wait(weather.after_s)
         holder = None
     else:
         holder = _player(scene, weather.at[0])

@@ -17,6 +17,7 @@ from sglang_reshard.testing import cpu_host
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 NEW_TOKENS = 8
 WITHOUT_PLUGIN = {"SGLANG_PLUGINS": "somebody-elses"}  # environment of an engine that does not load the package
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras_per_batch": 2, "lora_backend": "torch_native"}
 
 

@@ -10,6 +10,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -131,6 +132,14 @@ def checkpoint(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
         else:
             tensors[name] = tensor
     return tensors
+
+
+def export(folder: Path, case: Case, version: str) -> dict[str, torch.Tensor]:
+    """The checkpoint of a version. transformers itself writes it, for what it is compared with to load."""
+    model = reference(case, seed=int(version))
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / version)
+    return checkpoint(model)
 
 
 @contextlib.contextmanager

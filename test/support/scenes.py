@@ -77,6 +77,11 @@ class Scene(Orchestra):
         self.until_held(player)
         return new
 
+    def wait(self, seconds: float) -> None:
+        """Lets time pass, in which ranks go on."""
+        end = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() > end, 60, "time to pass")
+
     def noticed_after(self, since: float) -> float:
         """Seconds from then until the last of the survivors has raised, or has answered."""
         self.until_ended(_PATIENCE_S)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 TEST = Path(__file__).parent.parent
 _ANSWERS = "TEST_SCRIPT_ANSWERS"  # the file that answers go to
@@ -33,6 +35,12 @@ def run_script(
         )
         assert run.returncode == 0, run.stderr[-8000:]
         return answers.read().splitlines()
+
+
+def answers(script: Path, cases: Mapping[Any, Any], *arguments: str) -> dict[Any, Any]:
+    """Returns what a script answered of each case, by the case's name. It gets `arguments`, and all cases as JSON."""
+    found = map(json.loads, run_script(script, *arguments, json.dumps(list(cases.values()))))
+    return dict(zip(cases, found, strict=True))
 
 
 def answer(line: str) -> None:

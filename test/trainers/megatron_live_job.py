@@ -15,15 +15,7 @@ from sglang_reshard.patches.sound_weights import SERVE_DUMMY
 from sglang_reshard.verl.megatron import Megatron
 from support import megatron_bridge
 from support.live_engines import NEW_TOKENS, PROMPTS, greedy, live_digests, live_engine
-from support.megatron_models import Case, checkpoint, load, logits, megatron_models, parallel, reference
-
-
-def export(folder: Path, case: Case, version: str) -> dict[str, torch.Tensor]:
-    """The checkpoint of a version. transformers itself writes it, for what it is compared with to load."""
-    model = reference(case, seed=int(version))
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder / version)
-    return checkpoint(model)
+from support.megatron_models import Case, export, load, logits, megatron_models, parallel, reference
 
 
 def two_updates(job: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Answers, as JSON, for every case what each trainer rank finds wrong, and the num
 from __future__ import annotations
 
 import json
-import multiprocessing
 import sys
 import tempfile
 from typing import Any
@@ -19,8 +18,7 @@ PREFIX = "base_model.model."  # PEFT's, of names in checkpoints
 
 def main(cases: list[dict[str, Any]]) -> None:
     megatron_bridge_env.use("0.3.1")
-    from support.scripts import answer
-    from support.world import run_world
+    from support.case_job import answer_cases
 
     auto_bridge = megatron_bridge_env.auto_bridge()
     from megatron.bridge.peft import utils
@@ -30,15 +28,7 @@ def main(cases: list[dict[str, Any]]) -> None:
 
     utils.HAVE_TE = False  # else it asks whether layers are those of Transformer Engine
     kinds = {"LoRA": LoRA, "CanonicalLoRA": CanonicalLoRA, "DoRA": DoRA}
-    ranks, _ = run_world(
-        RANKS, 0, train, None, cases, auto_bridge, kinds, deadline_s=600, context=multiprocessing.get_context("fork")
-    )
-    for of_ranks in zip(*ranks, strict=True):
-        answer(json.dumps(of_ranks))
-
-
-def train(trainer: Any, cases: list[dict[str, Any]], auto_bridge: Any, kinds: dict[str, Any]) -> list[dict[str, Any]]:
-    return [examine(trainer, dict(case), auto_bridge, kinds) for case in cases]
+    answer_cases(RANKS, examine, cases, auto_bridge, kinds, deadline_s=600)
 
 
 def examine(trainer: Any, case: dict[str, Any], auto_bridge: Any, kinds: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,9 +27,9 @@ from sglang_reshard import ReshardPlan
 from sglang_reshard.sources import ExplicitSharding
 from sglang_reshard.verl.megatron import Megatron
 from support import megatron_bridge
+from support.case_job import answer_cases
 from support.megatron_models import Case, initial_models, parallel, reference
-from support.scripts import answer
-from support.world import Trainer, run_world
+from support.world import Trainer
 
 BUCKET_BYTES = 4096
 _ROOM = 1 << 18  # numbers of a key: float32 has twice their sum exactly
@@ -139,25 +138,19 @@ def move(source: Layout, target: Layout) -> list[str]:
     return wrong
 
 
-def moves(trainer: Trainer, pairs: list[tuple[Case, Case]]) -> list[list[str]]:
-    numbers = Numbers()
-    layouts: dict[tuple[str, Case], Layout] = {}
-    found = []
-    for pair in pairs:
-        for side in zip(("source", "target"), pair, strict=True):
-            if side not in layouts:
-                layouts[side] = Layout.build(side[1], numbers)
-        found.append(move(layouts["source", pair[0]], layouts["target", pair[1]]))
-    return found
+def examine(
+    _: Trainer, pair: tuple[Case, Case], layouts: dict[tuple[str, Case], Layout], numbers: Numbers
+) -> list[str]:
+    sides = list(zip(("source", "target"), pair, strict=True))
+    for side in sides:
+        if side not in layouts:
+            layouts[side] = Layout.build(side[1], numbers)
+    return move(*(layouts[side] for side in sides))
 
 
 def main(ranks: int, pairs: list[list[dict[str, Any]]]) -> None:
-    # Forked, so that what takes long to import is imported once.
-    context = multiprocessing.get_context("fork")
     cases = [tuple(Case(**sizes) for sizes in pair) for pair in pairs]
-    told, _ = run_world(ranks, 0, moves, None, cases, deadline_s=1400, context=context)
-    for of_ranks in zip(*told, strict=True):
-        answer(json.dumps(of_ranks))
+    answer_cases(ranks, examine, cases, {}, Numbers(), deadline_s=1400)
 
 
 if __name__ == "__main__":

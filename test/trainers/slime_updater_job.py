@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,14 +24,14 @@ from sglang_reshard.selftest.digests import LOADER, read_live_digests
 from sglang_reshard.sources.memory_identity import MemoryIdentity
 from sglang_reshard.testing import cpu_host
 from support import slime_stand_in
+from support.case_job import answer_cases
 from support.live_engines import NEW_TOKENS, PROMPTS, greedy
-from support.megatron_models import Case, checkpoint, initial_models, load, megatron_models, parallel, reference
+from support.megatron_models import Case, checkpoint, export, initial_models, load, megatron_models, parallel, reference
 from support.partial_states import not_assembled, of_this_rank
 from support.refusals import refusal_of
-from support.scripts import answer
 from support.servers import launch, serving
 from support.transformer_engine_names import rename
-from support.world import Trainer, run_world
+from support.world import Trainer
 from tools.oracle.http_engine import HttpEngine
 
 RANKS = 4
@@ -64,8 +63,9 @@ def with_names_of_transformer_engine(models: list[Any]) -> None:
                 parameter.tensor_model_parallel, parameter.partition_dim = False, -1
 
 
-def examine(trainer: str, case: Case) -> list[str]:
+def examine(_: Trainer, of: tuple[str, Case]) -> list[str]:
     """What is wrong of the tensors that this rank, or all ranks together, would send."""
+    trainer, case = of
     expected = checkpoint(reference(case))
     slime_stand_in.install(trainer)
     with parallel(case):
@@ -90,10 +90,6 @@ def examine(trainer: str, case: Case) -> list[str]:
     return wrong
 
 
-def train(_: Trainer, cases: list[tuple[str, Case]]) -> list[list[str]]:
-    return [examine(*case) for case in cases]
-
-
 @contextmanager
 def server(folder: Path, tp_size: int) -> Iterator[str]:
     """A server on trainer rank 0; its URL on all ranks."""
@@ -107,14 +103,6 @@ def server(folder: Path, tp_size: int) -> Iterator[str]:
     else:
         dist.broadcast_object_list(shared, src=0)
         yield shared[0]
-
-
-def export(folder: Path, case: Case, version: str) -> dict[str, torch.Tensor]:
-    """The checkpoint of a version. transformers itself writes it, for what it is compared with to load."""
-    model = reference(case, seed=int(version))
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder / version)
-    return checkpoint(model)
 
 
 class Loop:
@@ -176,12 +164,7 @@ def updates(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(cases: list[tuple[str, dict[str, Any]]]) -> None:
-    # Forked, so that what takes long to import is imported once.
-    context = multiprocessing.get_context("fork")
-    examined = [(trainer, Case(**case)) for trainer, case in cases]
-    ranks, _ = run_world(RANKS, 0, train, None, examined, deadline_s=900, context=context)
-    for of_ranks in zip(*ranks, strict=True):
-        answer(json.dumps(of_ranks))
+    answer_cases(RANKS, examine, [(trainer, Case(**case)) for trainer, case in cases], deadline_s=900)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from sglang_reshard import Adapter, WeightSender
 from sglang_reshard.selftest.digests import digest, write_json
 from sglang_reshard.sources import adapter_config, adapter_tensors, base_tensors
-from support.live_engines import LORA, PROMPTS, greedy, live_digests, live_engine
+from support.live_engines import LORA, MODULES, PROMPTS, greedy, live_digests, live_engine
 from support.log_probs import log_probs, served_log_probs
 from support.refusals import refusal_of
 from support.sglangs import chosen
@@ -35,7 +35,6 @@ from support.tiny_qwen3 import tiny_qwen3
 from support.trainer_rows import shown
 from support.trainers import run_trainers
 
-MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LOADER = "test_lora_served.write_slots"
 SPOIL = "test_lora_served.spoil_slots"
 CONFIG = tiny_qwen3(tie_word_embeddings=False)

@@ -15,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.sources import adapter_config, adapter_tensors, base_tensors
-from support.live_engines import LORA, live_engine
+from support.live_engines import LORA, MODULES, live_engine
 from support.log_probs import log_probs, served_log_probs
 from support.sglangs import chosen
 from support.sweep import sweep
@@ -23,7 +23,6 @@ from support.tiny_qwen3 import tiny_qwen3
 from support.trainers import run_trainers
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
-MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ROWS = {"target_modules_bd_b": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]}
 SERVED: dict[str, dict[str, Any]] = {
     "all modules": {},

@@ -6,7 +6,6 @@ engine says of prompts with Megatron-Core's log-probabilities.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from sglang_reshard.sources import megatron_adapter_config, megatron_adapter_tensors
-from support.live_engines import LORA, PROMPTS, live_engine
+from support.live_engines import LORA, MODULES, PROMPTS, live_engine
 from support.log_probs import log_probs, served_log_probs
 from support.megatron_bridge_env import FOLDERS
-from support.scripts import run_script
+from support.scripts import answers
 from support.trainer_rows import shown
 from support.trainers import run_trainers
-
-MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def two_versions(job: dict[str, Any]) -> dict[str, Any]:
@@ -90,8 +87,7 @@ def exported():
     if not FOLDERS["0.3.1"].exists():
         pytest.skip("Megatron-Bridge is not installed: make setup-bridge")
     job = Path(__file__).parent / "megatron_lora_bridge_job.py"
-    cases = {**CASES, **{name: case for name, (case, _) in REFUSED.items()}}
-    return dict(zip(cases, map(json.loads, run_script(job, json.dumps(list(cases.values())))), strict=True))
+    return answers(job, {**CASES, **{name: case for name, (case, _) in REFUSED.items()}})
 
 
 @pytest.mark.sweep

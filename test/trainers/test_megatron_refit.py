@@ -4,13 +4,12 @@ Real models over gloo. The target's elements are compared bit for bit with those
 distributed checkpoints puts there, after two runs of one plan; the bytes with what each rank lacks.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.scripts import run_script
+from support.scripts import answers
 
 JOB = Path(__file__).parent / "megatron_refit_job.py"
 Layout = dict[str, int]
@@ -96,8 +95,6 @@ def name_of(model: dict[str, Any], source: Layout, target: Layout) -> str:
 )
 def test_from_any_parallel_layout_to_another(ranks: int, layers: int, configurations: list[Any]) -> None:
     sizes = {"layers": layers, "heads": 8, "groups": 4}
-    pairs = [[sizes | model | side for side in sides] for model, *sides in configurations]
-    told = [json.loads(line) for line in run_script(JOB, str(ranks), json.dumps(pairs))]
-    names = [name_of(*configuration) for configuration in configurations]
-    assert len(set(names)) == len(names)
-    assert dict(zip(names, told, strict=True)) == dict.fromkeys(names, [[]] * ranks)
+    pairs = {name_of(*c): [sizes | c[0] | side for side in c[1:]] for c in configurations}
+    assert len(pairs) == len(configurations)
+    assert answers(JOB, pairs, str(ranks)) == dict.fromkeys(pairs, [[]] * ranks)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +17,10 @@ from verl.workers.engine.megatron.delta_export import McoreParamExport, build_ex
 from sglang_reshard.sources.memory_identity import MemoryIdentity
 from sglang_reshard.verl.megatron import Megatron
 from support import megatron_bridge
+from support.case_job import answer_cases
 from support.megatron_models import STACKED, Case, checkpoint, logits, megatron_models, parallel, published, reference
 from support.partial_states import not_assembled, of_this_rank
-from support.scripts import answer
-from support.world import Trainer, run_world
+from support.world import Trainer
 
 RANKS = 4
 
@@ -30,7 +29,8 @@ RANKS = 4
 MakeBridge = Callable[[Case, Any, list[Any]], Any]
 
 
-def examine(trainer: Trainer, case: Case, make_bridge: MakeBridge) -> dict[str, Any]:
+def examine(trainer: Trainer, of: tuple[Case, MakeBridge]) -> dict[str, Any]:
+    case, make_bridge = of
     model = reference(case)
     expected = checkpoint(model)
     source = Megatron(trainer.rank, trainer.size)
@@ -106,21 +106,13 @@ def after_offload(source: Megatron, engine: Any, expected: dict[str, torch.Tenso
     return [f"after offload: {why}" for why in not_assembled(state, twice)]
 
 
-def train(trainer: Trainer, cases: list[tuple[Case, MakeBridge]]) -> list[dict[str, Any]]:
-    return [examine(trainer, *case) for case in cases]
-
-
 def modelled(case: dict[str, Any]) -> tuple[Case, MakeBridge]:
     both_tied = case.pop("both_tied", False)
     return Case(**case), lambda case, *_: megatron_bridge.Bridge(case.tied, both_tied)
 
 
 def main(cases: list[tuple[Case, MakeBridge]]) -> None:
-    # Forked, so that what takes long to import is imported once.
-    context = multiprocessing.get_context("fork")
-    ranks, _ = run_world(RANKS, 0, train, None, cases, deadline_s=900, context=context)
-    for of_ranks in zip(*ranks, strict=True):
-        answer(json.dumps(of_ranks))
+    answer_cases(RANKS, examine, cases, deadline_s=900)
 
 
 if __name__ == "__main__":

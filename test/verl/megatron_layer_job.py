@@ -8,7 +8,6 @@ again. Answers, as JSON, for every case what is wrong on any rank.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -118,20 +117,12 @@ def task_of(parameter: tuple[str, str, tuple[int, ...], Any]) -> Any:
     )  # fmt: skip
 
 
-def train(trainer: Any, sizes: list[int]) -> list[list[str]]:
-    return [examine(trainer, tp) for tp in sizes]
-
-
 def main(release: str, sizes: list[int]) -> None:
     megatron_bridge_env.use(release)
     megatron_bridge_env.auto_bridge()
-    from support.scripts import answer
-    from support.world import run_world
+    from support.case_job import answer_cases
 
-    context = multiprocessing.get_context("fork")
-    ranks, _ = run_world(RANKS, 0, train, None, sizes, deadline_s=300, context=context)
-    for of_ranks in zip(*ranks, strict=True):
-        answer(json.dumps(of_ranks))
+    answer_cases(RANKS, examine, sizes, deadline_s=300)
 
 
 if __name__ == "__main__":

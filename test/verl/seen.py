@@ -8,9 +8,11 @@ from typing import Any
 
 from sglang_reshard.selftest import tiny_model, verl_run
 from support.live_memory import differing
+from support.verl_host import run_job, verl_folder
 from tools.oracle import stock_digests
 
 RESHARD = list(verl_run.RESHARD)
+OURS = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard"
 FSDP1 = [*RESHARD, "actor_rollout_ref.actor.strategy=fsdp"]  # verl's default
 MODEL = "actor_rollout_ref.model"
 LORA = [f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8"]
@@ -50,6 +52,16 @@ def assert_says_the_same(updates: list[dict[str, Any]]) -> None:
         assert update["tokens"] == [update["expected_tokens"]] * len(update["tokens"])
     spoken = [update["expected_tokens"] for update in updates]
     assert all(a != b for a, b in itertools.pairwise(spoken))
+
+
+def run(job: str, updates: int, **order: Any) -> dict[str, Any]:
+    """What the job saw, after every digest and token in it was found right."""
+    order = {"colocated": False, "dtype": "float32", "overrides": RESHARD, **order}
+    with verl_folder() as folder:
+        seen = run_job(f"jobs:{job}", folder, **order)
+        assert_arrived(seen["updates"], cold_loads(folder, updates, order["tp_size"], order["dtype"]))
+    assert_says_the_same(seen["updates"])
+    return seen
 
 
 def assert_nothing_gathered(updates: list[dict[str, Any]], tp_size: int) -> None:

@@ -6,21 +6,13 @@ from typing import Any
 
 import pytest
 
-from seen import (
-    FSDP1,
-    MERGED,
-    RESHARD,
-    SERVED,
-    assert_arrived,
-    assert_nothing_gathered,
-    assert_says_the_same,
-    cold_loads,
-)
+from seen import FSDP1, MERGED, RESHARD, SERVED, assert_nothing_gathered, assert_says_the_same, run
 from support.trainer_rows import shown
 from support.verl_host import run_job, verl_folder
 
 pytestmark = [pytest.mark.verl, pytest.mark.usefixtures("forks")]
 STOCK: list[str] = []
+ORDER: dict[str, Any] = {"colocated": True, "ranks": 2, "replicas": 1, "tp_size": 2, "dtype": "float32"}
 
 
 @pytest.mark.parametrize(
@@ -32,11 +24,7 @@ STOCK: list[str] = []
     ],
 )
 def test_two_updates_are_bit_exact(backend: list[str], record_property: Any) -> None:
-    order = {"colocated": True, "ranks": 2, "replicas": 1, "tp_size": 2, "dtype": "float32", "overrides": backend}
-    with verl_folder() as folder:
-        seen = run_job("jobs:two_updates", folder, **order)
-        assert_arrived(seen["updates"], cold_loads(folder, 2, 2, "float32"))
-    assert_says_the_same(seen["updates"])
+    seen = run("two_updates", 2, **ORDER, overrides=backend)
     assert seen["interrupted"] == ["abort"]
     if backend is not STOCK:
         assert_nothing_gathered(seen["updates"], tp_size=2)
@@ -50,11 +38,7 @@ def test_two_updates_are_bit_exact(backend: list[str], record_property: Any) -> 
 @pytest.mark.parametrize("strategy", [pytest.param(RESHARD, id="fsdp2"), pytest.param(FSDP1, id="fsdp")])
 def test_merged_adapters_are_bit_exact(strategy: list[str], record_property: Any) -> None:
     """The adapters and the weights beside them change; what engines have is what verl's own merging gives."""
-    order = {"colocated": True, "ranks": 2, "replicas": 1, "tp_size": 2, "dtype": "float32"}
-    with verl_folder() as folder:
-        seen = run_job("jobs:two_updates", folder, **order, overrides=[*strategy, *MERGED])
-        assert_arrived(seen["updates"], cold_loads(folder, 2, 2, "float32"))
-    assert_says_the_same(seen["updates"])
+    run("two_updates", 2, **ORDER, overrides=[*strategy, *MERGED])
     name = "FSDP1" if strategy is FSDP1 else "FSDP2"
     record_property("trainer", shown(f"verl, {name}, LoRA merged", "verl's configuration, colocated", "auto", "run"))
 
@@ -63,9 +47,8 @@ def test_merged_adapters_are_bit_exact(strategy: list[str], record_property: Any
 @pytest.mark.parametrize("strategy", [pytest.param(RESHARD, id="fsdp2"), pytest.param(FSDP1, id="fsdp")])
 def test_an_adapter_is_served_beside_the_weights(strategy: list[str], record_property: Any) -> None:
     """verl's requests ask for it. The first sync brings the weights, too; of the second, only the adapter moves."""
-    order = {"colocated": True, "ranks": 2, "replicas": 1, "tp_size": 2, "dtype": "float32"}
     with verl_folder() as folder:
-        seen = run_job("jobs:served_adapters", folder, **order, overrides=[*strategy, *SERVED])
+        seen = run_job("jobs:served_adapters", folder, **ORDER, overrides=[*strategy, *SERVED])
     assert_says_the_same(seen["updates"])
     first, second = seen["updates"]
     assert set(first["gathers"]) == set(second["gathers"]) == {0}

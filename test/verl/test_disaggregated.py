@@ -6,23 +6,12 @@ from typing import Any
 
 import pytest
 
-from seen import FSDP1, GLOO_RANK0, RESHARD, assert_arrived, assert_nothing_gathered, assert_says_the_same, cold_loads
+from seen import FSDP1, GLOO_RANK0, OURS, RESHARD, assert_nothing_gathered, cold_loads, run
 from support.live_memory import differing
 from support.trainer_rows import shown
 from support.verl_host import run_job, verl_folder
 
 pytestmark = [pytest.mark.verl, pytest.mark.usefixtures("forks")]
-OURS = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard"
-
-
-def run(job: str, updates: int, **order: Any) -> dict[str, Any]:
-    """What the job saw, after every digest and token in it was found right."""
-    order = {"colocated": False, "dtype": "float32", "overrides": RESHARD, **order}
-    with verl_folder() as folder:
-        seen = run_job(f"jobs:{job}", folder, **order)
-        assert_arrived(seen["updates"], cold_loads(folder, updates, order["tp_size"], order["dtype"]))
-    assert_says_the_same(seen["updates"])
-    return seen
 
 
 def test_requests_are_interrupted_and_replicas_come_and_go() -> None:

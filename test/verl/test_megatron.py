@@ -5,12 +5,11 @@ Megatron-Bridge would give it are `support.megatron_bridge`'s. That the models a
 their logits, which are those of the transformers model.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 
-from support.scripts import run_script
+from support.scripts import answers
 
 JOB = Path(__file__).parent / "megatron_job.py"
 # As `support.megatron_models.Case`, which imports Megatron-Core, and whether the bridge lists tied embeddings of both
@@ -31,12 +30,6 @@ CASES = {
     "tp2 ep4": {"kind": "qwen3_moe", "tp": 2, "ep": 4},
 }
 OF_LAYER = {"llama": 9, "qwen3": 11, "qwen2": 12, "qwen3_moe": 9 + 3 * 4, "qwen3_vl_moe": 9 + 2}
-
-
-def answers(job, cases, *arguments):
-    """What a job found of each case."""
-    found = map(json.loads, run_script(job, *arguments, json.dumps(list(cases.values()))))
-    return dict(zip(cases, found, strict=True))
 
 
 def check(case, of_ranks):

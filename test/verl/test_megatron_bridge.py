@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from support.megatron_bridge_env import FOLDERS
+from support.scripts import answers
 from support.trainer_rows import shown
-from test_megatron import answers, check
+from test_megatron import check
 
 pytestmark = [pytest.mark.sweep]
 JOBS, OF_LAYERS = Path(__file__).parent, "0.6.2"

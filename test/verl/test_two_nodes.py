@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from seen import RESHARD, assert_arrived, assert_nothing_gathered, assert_says_the_same, cold_loads
+from seen import OURS, RESHARD, assert_arrived, assert_nothing_gathered, assert_says_the_same, cold_loads
 from support import zygote
 from support.hosts import Host, laboratory, why_not
 from support.places import Places
@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.sweep,
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
-OURS = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard"
 TRAINER_RANKS, ENGINE_RANKS = 2, 2
 _DEADLINE_S = 600
 _PORT = 6379

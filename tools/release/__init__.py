@@ -13,3 +13,4 @@ Run from the repository; not installed. `make wheel`, `make fork` and `make test
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
+DIST = REPOSITORY / "dist"

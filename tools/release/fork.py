@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from tools.release import REPOSITORY, archive, metadata, plain, stock
+from tools.release import DIST, REPOSITORY, archive, metadata, plain, stock
 from tools.release.archive import Entry, Wheel
 
 CACHE = REPOSITORY / "build" / "stock"
@@ -80,7 +80,6 @@ def build(stock_wheel: Path, number: int, folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.release.fork", description=__doc__)
     parser.add_argument("--number", type=int, default=1, help="the fork's: the N of +reshard.N")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "dist", help="the folder for the wheel")
     parser.add_argument("--python", default="", help="for another Python than this, such as 3.12")
     parser.add_argument("--platform", default="", help="for another platform, such as manylinux_2_34_aarch64")
     arguments = parser.parse_args()
@@ -91,7 +90,7 @@ def main() -> None:
         stock_wheel = stock.download(CACHE, version, arguments.python, arguments.platform)
     else:
         stock_wheel = stock.get(CACHE)
-    print(build(stock_wheel, arguments.number, arguments.out))
+    print(build(stock_wheel, arguments.number, DIST))
 
 
 if __name__ == "__main__":

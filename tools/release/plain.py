@@ -6,14 +6,13 @@ keeps the modes of the checkout's files.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from tools.release import REPOSITORY, archive
+from tools.release import DIST, REPOSITORY, archive
 
 _SOURCES = ("LICENSE", "README.md", "pyproject.toml", "setup.py", "python", "patches", "verl_integration")
 _LEFT_BEHIND = ("__pycache__", "*.pyc", "*.egg-info")
@@ -50,11 +49,5 @@ def _copy(to: Path) -> None:
             shutil.copyfile(source, to / name)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.release.plain", description=__doc__)
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "dist", help="the folder for the wheel")
-    print(build(parser.parse_args().out))
-
-
 if __name__ == "__main__":
-    main()
+    print(build(DIST))

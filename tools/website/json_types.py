@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
-from typing import Any
 
 import msgspec
 from msgspec import inspect as types
@@ -21,8 +19,7 @@ from sglang_reshard.protocol.messages import (
     ShareWeightsReq,
 )
 from sglang_reshard.protocol.weights_info import WeightsInfo
-from tools.website import fields
-from tools.website.markdown import cell
+from tools.website import fields, markdown
 
 # Of the endpoints; what these contain is listed, too.
 MESSAGES: tuple[type[msgspec.Struct], ...] = (
@@ -52,22 +49,22 @@ def messages() -> str:
     blocks = []
     for kind in dict.fromkeys(part for message in MESSAGES for part in structs(message)):
         opening = fields.opening(inspect.getdoc(kind) or "")
-        blocks.append(f"### {kind.__name__}\n\n{opening}\n\n" + "\n".join(table(kind)))
+        blocks.append(f"### {kind.__name__}\n\n{opening}\n\n{table(kind)}")
     return "\n\n".join(blocks)
 
 
-def table(kind: type[msgspec.Struct]) -> list[str]:
-    """Returns the rows of a struct's table. Raises KeyError for a field that nothing describes."""
+def table(kind: type[msgspec.Struct]) -> str:
+    """Returns a struct's table. Raises KeyError for a field that nothing describes."""
     own = fields.descriptions(inspect.getdoc(kind) or "")
     inherited: dict[str, str] = {}
     if kind in (LoadSnapshotReq, PullWeightsReq, ShareWeightsReq):  # fields that they share with an update's request
         inherited = fields.descriptions(inspect.getdoc(DistributedUpdateWeightsReq) or "")
     told = {**own, **{n: text for n, text in inherited.items() if own.get(n, "as in ").startswith("as in ")}}
-    rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
-    for field in _info(kind).fields:
-        said = told[field.name]
-        rows.append(f"| `{field.encode_name}` | {described(field.type)} | {_default(field)} | {cell(said)} |")
-    return rows
+    rows = [
+        [f"`{field.encode_name}`", described(field.type), _default(field), markdown.cell(told[field.name])]
+        for field in _info(kind).fields
+    ]
+    return markdown.table(["field", "type", "default", "meaning"], rows)
 
 
 def described(kind: types.Type) -> str:
@@ -113,14 +110,9 @@ def _info(kind: type[msgspec.Struct]) -> types.StructType:
 
 
 def _inner(kind: types.Type) -> list[types.Type]:
-    held = [getattr(kind, part.name) for part in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
-    if not held:
-        held = [getattr(kind, name) for name in kind.__struct_fields__]
-    return [part for value in held for part in (value if isinstance(value, tuple) else (value,)) if _is_type(part)]
-
-
-def _is_type(value: Any) -> bool:
-    return isinstance(value, types.Type)
+    held = [getattr(kind, name) for name in kind.__struct_fields__]
+    parts = [part for value in held for part in (value if isinstance(value, tuple) else (value,))]
+    return [part for part in parts if isinstance(part, types.Type)]
 
 
 def _bounds(kind: types.Type) -> str:
