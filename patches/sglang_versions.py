@@ -128,10 +128,12 @@ def batches(scheduler: Scheduler) -> list[Any]:
 
 
 def holds_kv_cache(request: Any) -> bool:
-    """Returns whether a request holds KV cache. Until 0.5.18 the request records it, from 0.5.19 its `kv`."""
-    if hasattr(request, "kv"):
-        return request.kv.holds_kv
-    return request.req_pool_idx is not None
+    """Returns whether a request holds KV cache. Until 0.5.18 `req_pool_idx` tells, from 0.5.19 `kv`, which is None in
+    earlier releases for a request that holds none.
+    """
+    if hasattr(request, "req_pool_idx"):
+        return request.req_pool_idx is not None
+    return request.kv.holds_kv
 
 
 def clear_embedding_cache() -> None:

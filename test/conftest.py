@@ -49,7 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Unit tests come last: their files are the shortest, so that several workers end at about the same time.
     """
-    runs = {"sweep": SWEEP, "matrix": "SGLANG_RESHARD_MATRIX" in os.environ}
+    matrix = "SGLANG_RESHARD_MATRIX" in os.environ
+    runs = {"sweep": SWEEP, "matrix": matrix, "releases": SWEEP or matrix}
     left_out = [marker for marker, chosen in runs.items() if not chosen]
     kept: list[pytest.Item] = []
     deselected: list[pytest.Item] = []

@@ -23,7 +23,7 @@ from support.servers import launch, serving
 from support.sglangs import hooks_seen, importing
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.matrix, pytest.mark.engine]
+pytestmark = [pytest.mark.releases, pytest.mark.engine]
 TP, KEY = 2, "the admin's key"
 RELEASES = [
     "0.5.12.post1", "0.5.13", "0.5.13.post1", "0.5.14", "0.5.15", "0.5.15.post1", "0.5.16", "0.5.17", "0.5.18",
@@ -102,7 +102,8 @@ def test_a_server_takes_updates(release: Path, tmp_path: Path, record_property: 
         told = httpx.get(f"{url}/server_info", headers={"Authorization": f"Bearer {KEY}"}, trust_env=False).json()
     assert seen["before"] != seen["expected"]
     assert seen["after"] == seen["after_pause"] == seen["expected"]
+    assert seen["token_versions"] == ["while paused"]
     assert {state["reshard_version"] for state in told["internal_states"]} == {__version__}
-    says = "by URL: an update, one while paused, tokens"
+    says = "by URL: an update, one while paused, tokens and their versions"
     row = environments.own_row("update by URL", says, time.monotonic() - began, sglang=told["version"])
     record_property("matrix", row)

@@ -81,6 +81,8 @@ OFFLOADED, NEW = SimpleNamespace(offload_tags={"weights"}), SimpleNamespace
         (lambda: sglang_versions.batches(NEW(running_batch="a", last_batch="b", cur_batch_for_debug="c")), ["a", "b"]),
         (lambda: sglang_versions.holds_kv_cache(NEW(req_pool_idx=None)), False),
         (lambda: sglang_versions.holds_kv_cache(NEW(req_pool_idx=0)), True),
+        (lambda: sglang_versions.holds_kv_cache(NEW(req_pool_idx=None, kv=None)), False),
+        (lambda: sglang_versions.holds_kv_cache(NEW(req_pool_idx=0, kv=NEW(kv_allocated_len=3))), True),
         (lambda: sglang_versions.holds_kv_cache(NEW(kv=NEW(holds_kv=False))), False),
         (lambda: sglang_versions.holds_kv_cache(NEW(kv=NEW(holds_kv=True))), True),
         (lambda: sglang_versions.holds_graphs(NEW()), False),

@@ -239,11 +239,13 @@ def update_a_server(job: dict[str, Any]) -> dict[str, Any]:
     seen["after"] = run.tokens()
     if run.rank == 0:
         server.pause_generation()
-    seen["paused"] = sender.update(run.named(), weight_version="while paused").as_dict()
+    seen["paused"] = sender.update(run.named(), weight_version="while paused", flush_cache="by_version").as_dict()
     dist.barrier()
     if run.rank == 0:
         server.continue_generation()
     seen["after_pause"] = run.tokens()
+    answer = server.generate(input_ids=PROMPTS[0], sampling_params={"temperature": 0, "max_new_tokens": 4})
+    seen["token_versions"] = [span["version"] for span in answer["meta_info"]["weight_versions"]]
     sender.close()
     return seen
 
