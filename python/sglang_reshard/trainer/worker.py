@@ -161,14 +161,10 @@ def _published(published: PublishedShards | None, trainer_rank: int) -> Publishe
 
 @dataclass(slots=True)
 class _Prepared:
-    """An end that is kept between updates.
-
-    shards, pages  `PublishedShards.identity` and `PublishedShards.pages`
-    """
+    """An end that is kept between updates, and the shards for which it was made."""
 
     command: Prepare
-    shards: tuple[object, ...]
-    pages: tuple[object, ...]
+    published: PublishedShards
     end: TrainerEnd
     connected: bool = False
 
@@ -202,9 +198,9 @@ class EngineTransfers:
         prepared = self._prepared
         if prepared is None or not prepared.connected:
             return ""
-        if prepared.end.holds_pages and prepared.pages != published.pages:
+        if prepared.end.holds_pages and prepared.published.pages != published.pages:
             return ""
-        return prepared.command.transfer if prepared.shards == published.identity else ""
+        return prepared.command.transfer if prepared.published.identity == published.identity else ""
 
     @property
     def writable_bytes(self) -> int:
@@ -266,4 +262,4 @@ class EngineTransfers:
             shared=self._shared,
             engines=self._engines(),
         )
-        return _Prepared(command, published.identity, published.pages, trainer_end(side, command))
+        return _Prepared(command, published, trainer_end(side, command))
