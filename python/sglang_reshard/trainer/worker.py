@@ -60,15 +60,19 @@ class TrainerWorker:
         """`shared`: see `EngineTransfers`."""
         self._session, self._rank, self._size, self._timeout_s = session, trainer_rank, size, timeout_s
         self._shared = shared
-        self._engines: tuple[int, ...] = ()
-        self._transfers: dict[int, EngineTransfers] = {}  # of engines that have sent commands
+        self._transfers: dict[int, EngineTransfers] = {}  # of the engines that are updated
         self._checks: TrainerChecks | None = None  # once a landing has asked
 
     def set_engines(self, engines: Iterable[int]) -> None:
         """Sets the engines of further updates, by their numbers."""
-        self._engines = tuple(engines)
-        for engine in self._transfers.keys() - set(self._engines):
-            self._transfers.pop(engine).release()
+        known = self._transfers
+        self._transfers = {
+            engine: known.pop(engine, None)
+            or EngineTransfers(self._session, engine, self._rank, self._shared, lambda: len(self._transfers))
+            for engine in engines
+        }
+        for left_out in known.values():
+            left_out.release()
 
     def prepared_transfers(self, published: PublishedShards) -> dict[int, str]:
         """Returns engine -> the transfer that is prepared for these shards."""
@@ -95,7 +99,7 @@ class TrainerWorker:
         def execute(message: EngineCommand) -> None:
             scope = scopes[message.engine]
             try:
-                self._of(message.engine).execute(scope, message.command, given(), shards)
+                self._transfers[message.engine].execute(scope, message.command, given(), shards)
             except Aborted:
                 pass  # the results report it
             except Exception as error:
@@ -111,12 +115,12 @@ class TrainerWorker:
                         if self._checks is None:
                             self._checks = trainer_checks(self._session, self._rank, self._size, self._timeout_s)
                         self._checks.answer(channel, message.command, given, shards)
-                    elif (engine := message.engine) in self._engines:  # else it has been left out
+                    elif (engine := message.engine) in self._transfers:  # else it has been left out
                         if engine not in scopes:
                             scopes[engine] = scope = channel.engine(engine)
-                            scope.on_abort(self._of(engine).abort)
+                            scope.on_abort(self._transfers[engine].abort)
                             stack.callback(scope.leave)
-                        if len(self._engines) == 1:
+                        if len(self._transfers) == 1:
                             execute(message)
                             continue
                         if engine not in threads:
@@ -137,13 +141,6 @@ class TrainerWorker:
             writable = any(transfers.writable_bytes for transfers in self._transfers.values())
             self._checks.end(channel.update, writable)
         return results
-
-    def _of(self, engine: int) -> EngineTransfers:
-        if engine not in self._transfers:
-            self._transfers[engine] = EngineTransfers(
-                self._session, engine, self._rank, self._shared, lambda: max(1, len(self._engines))
-            )
-        return self._transfers[engine]
 
     def release(self) -> None:
         """Drops connections, buffers, and the views that keep the shards' memory."""
