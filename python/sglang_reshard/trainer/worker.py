@@ -79,9 +79,9 @@ class TrainerWorker:
         found = {engine: transfers.prepared_transfer(published) for engine, transfers in self._transfers.items()}
         return {engine: transfer for engine, transfer in found.items() if transfer}
 
-    def offers(self, published: PublishedShards, update: int) -> dict[int, dict[int, bytes]]:
-        """Returns engine -> engine rank -> what it can take instead of all weights, for engines that can."""
-        found = {engine: transfers.offer(published, update) for engine, transfers in self._transfers.items()}
+    def offers(self, prepared: Iterable[int], update: int) -> dict[int, dict[int, bytes]]:
+        """Returns engine -> engine rank -> what it can take instead of all weights, for `prepared` engines that can."""
+        found = {engine: self._transfers[engine].offer(update) for engine in prepared}
         return {engine: offer for engine, offer in found.items() if offer is not None}
 
     def run(self, channel: TrainerChannel, published: PublishedShards | None, shards: Shards) -> UpdateResults:
@@ -204,11 +204,9 @@ class EngineTransfers:
         """Bytes of this rank's memory that engine ranks could write to."""
         return self._prepared.end.writable_bytes if self._prepared is not None else 0
 
-    def offer(self, published: PublishedShards, update: int) -> dict[int, bytes] | None:
+    def offer(self, update: int) -> dict[int, bytes] | None:
         """Returns by engine rank what it can take instead of all weights; None if the engine needs all."""
-        if not self.prepared_transfer(published) or self._prepared is None:
-            return None
-        return self._prepared.end.offer(update)
+        return self._prepared.end.offer(update) if self._prepared is not None else None
 
     def commit(self, update: int) -> None:
         """The engine has the weights of `update`. A failure here does not fail an update."""
