@@ -94,7 +94,7 @@ class TrainerWorker:
         given = functools.partial(_published, published, self._rank)
         scopes: dict[int, EngineScope] = {}  # of engines that have sent commands
         threads: dict[int, ThreadPoolExecutor] = {}  # one engine's commands are executed in order
-        results, asked = None, False
+        results = None
 
         def execute(message: EngineCommand) -> None:
             scope = scopes[message.engine]
@@ -111,7 +111,6 @@ class TrainerWorker:
                     if isinstance(message, UpdateResults):
                         results = message
                     elif isinstance(message.command, Question):
-                        asked = True
                         if self._checks is None:
                             self._checks = trainer_checks(self._session, self._rank, self._size, self._timeout_s)
                         self._checks.answer(channel, message.command, given, shards)
@@ -137,7 +136,7 @@ class TrainerWorker:
                 transfers.commit(channel.update)
             elif engine in scopes:
                 transfers.release()
-        if asked and self._checks is not None:
+        if self._checks is not None:
             writable = any(transfers.writable_bytes for transfers in self._transfers.values())
             self._checks.end(channel.update, writable)
         return results
