@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import ALIGN_BYTES, Box
+from sglang_reshard.plan import ClusterTopology
 from sglang_reshard.routes.broadcast.plan import plan_broadcast
 from support.plans import HOST, rank_demands, tensor_parallel, tp_copies, wanted
 
@@ -24,9 +25,11 @@ def jobs(draw):
     return layout, tp_copies(layout, [d for _, d in sides], engines), draw(st.sampled_from([1, 7, 64, 1 << 20]))
 
 
-def plan_of(layout, copies, bucket_bytes, hosts=None):
+def plan_of(layout, copies, bucket_bytes):
     index, demands = rank_demands(layout, copies)
-    return index, plan_broadcast(index, demands, hosts or [HOST] * layout.trainer_ranks, bucket_bytes)
+    return index, plan_broadcast(
+        index, demands, ClusterTopology.of(demands, [HOST] * layout.trainer_ranks), bucket_bytes
+    )
 
 
 @given(jobs())
@@ -90,7 +93,7 @@ def test_memory_is_read_on_its_own_host_and_a_rank_outside_the_audience_may_rela
     layout = tensor_parallel(2, [(8,)], [0])
     box = Box((4,), (8,))  # trainer rank 1's, on host b
     index, demands = rank_demands(layout, [[wanted(layout, 0, box)], [wanted(layout, 0, box)], []], ["a", "a", "b"])
-    plan = plan_broadcast(index, demands, ["a", "b"], 64)
+    plan = plan_broadcast(index, demands, ClusterTopology.of(demands, ["a", "b"]), 64)
     assert [(group.trainer_rank, group.leader, group.members) for group in plan.groups] == [(1, 2, (0, 1, 2))]
     with pytest.raises(Unsupported, match=r"trainer rank 1 .*c"):
-        plan_broadcast(index, demands, ["a", "c"], 64)
+        plan_broadcast(index, demands, ClusterTopology.of(demands, ["a", "c"]), 64)

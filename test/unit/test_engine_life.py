@@ -78,7 +78,7 @@ def unmap_slowly(rank: int, size: int, requests: Any, *_: Any) -> list[float]:
             unmapped.append(time.monotonic())
 
     receiver = receiver_of(ToyRank(rank, size))
-    receiver._executor.transfers = SlowCache(rank, CPU, live=True)
+    receiver._executor.transfers = SlowCache(CPU, live=True)
     for request in requests:
         requests.answer(receiver.update(request))
         unmapped.append(-1.0)
@@ -114,7 +114,7 @@ def fail_staged(rank: int, size: int, requests: Any, *_: Any) -> list[str]:
 
     receiver = receiver_of(ToyRank(rank, size))
     receiver._executor = Spoiled(TracedModel(ToyRank(rank, size)), rank, CPU)
-    receiver._executor.transfers = NotingCache(rank, CPU, live=True)
+    receiver._executor.transfers = NotingCache(CPU, live=True)
     for request in requests:
         assert receiver.stage(request).success
         while (output := receiver.staged()) is None:

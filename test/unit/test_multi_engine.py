@@ -100,7 +100,7 @@ def train_with_a_rank_that_cannot_send_to_one(trainer):
     sender, _host = several_engines_sender(trainer, timeout_s=30, transport="p2p")
     sender.set_engines({"a": trainer.send_one[0], "b": trainer.send_one[1]})
     if trainer.rank == 1:
-        sender._sender._worker._of(1)._prepare = None  # not callable
+        sender._sender._worker._transfers[1]._prepare = None  # not callable
     reports = sender.update(checkpoint(1).items(), weight_version="1", on_failure="exclude")
     sender.update(checkpoint(2).items(), weight_version="2", on_failure="exclude")
     told = reports["b"].message, sender.engines

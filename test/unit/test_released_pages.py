@@ -49,7 +49,7 @@ def test_what_is_registered_of_memory_without_handles_is_registered_again_once_t
     end: Any = SimpleNamespace(holds_pages=holds_pages)
     transfers = EngineTransfers(Session.host(), 0, 0, {})
     command: Any = SimpleNamespace(transfer="7/abc")
-    transfers._prepared = _Prepared(command, first.identity, first.pages, end, connected=True)
+    transfers._prepared = _Prepared(command, first, end, connected=True)
     assert publisher.publish([("w", shard)]) is first
     assert transfers.prepared_transfer(first) == "7/abc"
     gpu.freed += 1

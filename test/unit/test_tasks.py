@@ -69,13 +69,14 @@ def test_each_engines_thread_uses_the_callers_gpu(gpus):
     seen = {}
 
     def transfers(engine):
-        return SimpleNamespace(execute=lambda *_: seen.update({engine: gpus.current_device()}), abort=None)
+        return SimpleNamespace(
+            execute=lambda *_: seen.update({engine: gpus.current_device()}), abort=None, release=lambda: None
+        )
 
     scope = SimpleNamespace(on_abort=lambda _: None, leave=lambda: None)
     messages = [*(EngineCommand(engine, Start("t")) for engine in (0, 1)), UpdateResults({})]
     worker = TrainerWorker(None, 0, 1, 1.0, {})
-    worker.set_engines((0, 1))
-    worker._of = transfers
+    worker._transfers = {engine: transfers(engine) for engine in (0, 1)}
     worker.run(SimpleNamespace(engine=lambda _: scope, messages=lambda _: messages, update=1), object(), lambda: ())
     assert seen == dict.fromkeys((0, 1), GPU_3 if gpus.uses_gpu() else torch.device("cuda", 0))
 

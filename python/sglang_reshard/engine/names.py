@@ -83,10 +83,6 @@ class Tried:
     refused: tuple[int, ...]
     complete: bool
 
-    @property
-    def number_read(self) -> int:
-        return sum(self.read)
-
 
 @dataclass(slots=True)
 class Part:
@@ -120,9 +116,8 @@ class Part:
     def best(self) -> str:
         return max(self.read, key=lambda place: self.read[place], default=self.prefix)
 
-    def learn(self, tried: Tried, place: str | None = None) -> bool:
+    def learn(self, tried: Tried, place: str) -> bool:
         """Notes what the loader has read at `place`. Returns False if that is known, or if it stopped too early."""
-        place = self.prefix if place is None else place
         count = sum(tried.read[n] for n in self.of)
         seen = count == len(self.of) or not tried.refused or not set(tried.refused).isdisjoint(self.of)
         if place in self.read or not seen:
@@ -254,7 +249,7 @@ class _Search:
         for _ in range(_ROUNDS):
             self._keep_apart(at, candidates)
             tried = self._try(tuple(c[i] for i, c in zip(at, candidates, strict=True)))
-            best = max(best, tried, key=lambda one: (one.complete, one.number_read))
+            best = max(best, tried, key=lambda one: (one.complete, sum(one.read)))
             # A loader that raised may not have seen the others.
             moved = tried.refused or [n for n, read in enumerate(tried.read) if not read]
             further = [n for n in moved if not self._needless[n] and at[n] + 1 < len(candidates[n])]
@@ -277,7 +272,7 @@ class _Search:
         parts = parts_of(bare, unread)
         if tuple(bare) == best.names:
             for part in parts:
-                part.learn(best)
+                part.learn(best, part.prefix)
         for _ in range(_PLACES_TRIED):
             if not self._try_places(bare, parts):
                 break
@@ -295,7 +290,7 @@ class _Search:
                     f"{' or '.join(f'rename={way!r}' for way in ways)} to the update"
                 )
             return tried, ""
-        if (more := tried.number_read - best.number_read) <= 0:
+        if (more := sum(tried.read) - sum(best.read)) <= 0:
             return best, ""
         return best, f"With rename={rename!r} the engine would read {more} more of the tensors that are sent"
 

@@ -56,9 +56,9 @@ class Prepared:
 class Transfers:
     """Prepares one engine rank's transfers. Keeps the last one, mapped memory, and the state of landings."""
 
-    def __init__(self, engine_rank: int, device: torch.device, live: bool) -> None:
+    def __init__(self, device: torch.device, live: bool) -> None:
         """`live`: see `Target`."""
-        self._rank, self._device = engine_rank, device
+        self._device = device
         self._landings = Landings(device, live)
         self._kept_by_routes: dict[str, Kept] = {}
         self.trainer_memory = TrainerMemory(device)
@@ -114,13 +114,13 @@ class Transfers:
         topology = ClusterTopology.of(demands, request.trainer_hosts, request.trainer_devices)
         index = target.tensor_index
         strategy = choose_strategy(request.transport, index, demands, topology, request.bucket_bytes)
-        mapped = strategy.mapped_by(self._rank, target.read_plan, index)
+        mapped = strategy.mapped_by(context.rank, target.read_plan, index)
         memory = self.trainer_memory.map(mapped, context, index.layout)
-        ranks_on_host = sum(demand.host == demands[self._rank].host for demand in demands)
+        ranks_on_host = sum(demand.host == demands[context.rank].host for demand in demands)
         checked = request.verify != "off" and not strategy.compares
         landing = self._landings.make(context, target, ranks_on_host, checked=checked)
         side = EngineSide(
-            reads=Reads(self._rank, self._device, index, target.read_plan, landing, memory, request.timeout_s),
+            reads=Reads(context.rank, self._device, index, target.read_plan, landing, memory, request.timeout_s),
             request=request,
             live=target.program,
             read_plans=tuple(demand.digest for demand in demands),

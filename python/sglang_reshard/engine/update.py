@@ -71,7 +71,7 @@ class UpdateExecutor:
         # Signature and layout of the target whose remark is in an earlier report; a reference would keep its memory.
         self._remarked: tuple[int, str] | None = None
         self._live: TargetPlan | None = None  # by which the live weights, and scratch memory, were written
-        self.transfers = Transfers(rank, device, target.live)
+        self.transfers = Transfers(device, target.live)
         self.last = LastWrite()
         self._planner = TargetPlanner(target, device, self.transfers, self.last)
 

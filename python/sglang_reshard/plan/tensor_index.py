@@ -76,9 +76,6 @@ class TensorIndex:
         tensor = int(self.tensor_of(number))
         return self.tensor_class(tensor).shard_map.shards[number - int(self.first_shard[tensor])]
 
-    def item_bytes(self, shard: int) -> int:
-        return self.tensor_class(int(self.tensor_of(shard))).item_bytes
-
     def per_shard(self, per_class: Sequence[Sequence[int]]) -> np.ndarray:
         """Returns a value per shard, given the values of each class's shards: `per_class[class][shard of a tensor]`."""
         lengths = np.array([len(values) for values in per_class], np.int64)

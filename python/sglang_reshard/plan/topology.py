@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.rank_info import CHANNEL_SETTINGS, DOMAIN_SETTINGS, HOST_SETTINGS, RankGpuInfo
@@ -21,15 +20,6 @@ _CURES = {
 def peer_name(peer_id: int, trainer_ranks: int) -> str:
     """Returns the rank that a peer id stands for, for messages: a trainer rank, or their number plus an engine rank."""
     return f"trainer rank {peer_id}" if peer_id < trainer_ranks else f"engine rank {peer_id - trainer_ranks}"
-
-
-class Relation(Enum):
-    """A trainer rank's memory, as seen from an engine rank."""
-
-    SAME_GPU = "on the same GPU"
-    SAME_HOST = "on the same host, readable"
-    UNREADABLE = "on the same host, not readable"
-    OTHER_HOST = "on another host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +56,16 @@ class ClusterTopology:
         """True if engine ranks run on GPUs. Messages then go through NCCL, else through gloo."""
         return any(device.uuid for device in self.engine_devices)
 
-    def relation(self, trainer_rank: int, engine_rank: int) -> Relation:
-        if self.trainer_hosts[trainer_rank] != self.engine_hosts[engine_rank]:
-            return Relation.OTHER_HOST
-        if (trainer_rank, engine_rank) in self.unreadable:
-            return Relation.UNREADABLE
+    def same_host(self, trainer_rank: int, engine_rank: int) -> bool:
+        return self.trainer_hosts[trainer_rank] == self.engine_hosts[engine_rank]
+
+    def same_gpu(self, trainer_rank: int, engine_rank: int) -> bool:
         gpu = self.engine_devices[engine_rank].uuid
-        return Relation.SAME_GPU if gpu and self.trainer_devices[trainer_rank].uuid == gpu else Relation.SAME_HOST
+        return bool(gpu) and self.trainer_devices[trainer_rank].uuid == gpu
 
     def can_read(self, trainer_rank: int, engine_rank: int) -> bool:
-        return self.relation(trainer_rank, engine_rank) in (Relation.SAME_GPU, Relation.SAME_HOST)
+        """Returns whether the engine rank can map the trainer rank's memory."""
+        return self.same_host(trainer_rank, engine_rank) and (trainer_rank, engine_rank) not in self.unreadable
 
     def why_unreadable(self, trainer_rank: int, engine_rank: int) -> str:
         """Returns why the engine rank cannot read the trainer rank's memory, as a clause."""

@@ -74,9 +74,7 @@ class UpdateCoordinator:
                 seconds = {"publish": publish_seconds, "total": time.perf_counter() - started}
                 return _report(output, published.shard_bytes, options, self._config, seconds)
 
-            def request(engine: int) -> DistributedUpdateWeightsReq:
-                return self._request(channel, engine, statuses, published, options)
-
+            request = functools.partial(self._request, channel.update, statuses, published, options)
             if_torn = _UNLOADED.format(some_names([a.name for a in options.lora])) if options.lora else _TORN
             answers = {engine: self._ask(channel, engine, request, report, if_torn) for engine in self._engines}
             results = {engine: answer.result() for engine, answer in answers.items()}
@@ -164,11 +162,11 @@ class UpdateCoordinator:
 
     def _request(
         self,
-        channel: TrainerChannel,
-        engine: int,
+        update: int,
         statuses: Sequence[TrainerStatus],
         published: PublishedShards,
         options: UpdateOptions,
+        engine: int,
     ) -> DistributedUpdateWeightsReq:
         """Returns the request of an engine, which carries metadata only."""
         prepared = {status.prepared.get(engine, "") for status in statuses}
@@ -182,7 +180,7 @@ class UpdateCoordinator:
         return DistributedUpdateWeightsReq(
             address=self._session.address,
             engine=engine,
-            update=channel.update,
+            update=update,
             layout=statuses[0].layout,
             handles=tuple(status.handles for status in statuses),
             trainer_hosts=tuple(status.host for status in statuses),

@@ -277,11 +277,10 @@ class UpdateSender:
         try:
             with self._span("reshard.publish"):
                 published = self._publisher.publish(named_tensors, rename=options.renaming, gathering=gathering)
-            offers = dict[int, dict[int, bytes]]()
+            prepared, offers = self._worker.prepared_transfers(published), dict[int, dict[int, bytes]]()
             if self._may_offer:
                 with self._span("reshard.offer"):
-                    offers = self._worker.offers(published, self._update)
-            prepared = self._worker.prepared_transfers(published)
+                    offers = self._worker.offers(prepared, self._update)
             hashes, heads = (published.layout, published.handles), self._publisher.heads
             status = Outcome(TrainerStatus(self._host, *hashes, prepared, published.device, offers, heads))
         except Exception as error:

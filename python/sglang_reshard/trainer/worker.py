@@ -60,24 +60,28 @@ class TrainerWorker:
         """`shared`: see `EngineTransfers`."""
         self._session, self._rank, self._size, self._timeout_s = session, trainer_rank, size, timeout_s
         self._shared = shared
-        self._engines: tuple[int, ...] = ()
-        self._transfers: dict[int, EngineTransfers] = {}  # of engines that have sent commands
+        self._transfers: dict[int, EngineTransfers] = {}  # of the engines that are updated
         self._checks: TrainerChecks | None = None  # once a landing has asked
 
     def set_engines(self, engines: Iterable[int]) -> None:
         """Sets the engines of further updates, by their numbers."""
-        self._engines = tuple(engines)
-        for engine in self._transfers.keys() - set(self._engines):
-            self._transfers.pop(engine).release()
+        known = self._transfers
+        self._transfers = {
+            engine: known.pop(engine, None)
+            or EngineTransfers(self._session, engine, self._rank, self._shared, lambda: len(self._transfers))
+            for engine in engines
+        }
+        for left_out in known.values():
+            left_out.release()
 
     def prepared_transfers(self, published: PublishedShards) -> dict[int, str]:
         """Returns engine -> the transfer that is prepared for these shards."""
         found = {engine: transfers.prepared_transfer(published) for engine, transfers in self._transfers.items()}
         return {engine: transfer for engine, transfer in found.items() if transfer}
 
-    def offers(self, published: PublishedShards, update: int) -> dict[int, dict[int, bytes]]:
-        """Returns engine -> engine rank -> what it can take instead of all weights, for engines that can."""
-        found = {engine: transfers.offer(published, update) for engine, transfers in self._transfers.items()}
+    def offers(self, prepared: Iterable[int], update: int) -> dict[int, dict[int, bytes]]:
+        """Returns engine -> engine rank -> what it can take instead of all weights, for `prepared` engines that can."""
+        found = {engine: self._transfers[engine].offer(update) for engine in prepared}
         return {engine: offer for engine, offer in found.items() if offer is not None}
 
     def run(self, channel: TrainerChannel, published: PublishedShards | None, shards: Shards) -> UpdateResults:
@@ -90,12 +94,12 @@ class TrainerWorker:
         given = functools.partial(_published, published, self._rank)
         scopes: dict[int, EngineScope] = {}  # of engines that have sent commands
         threads: dict[int, ThreadPoolExecutor] = {}  # one engine's commands are executed in order
-        results, asked = None, False
+        results = None
 
         def execute(message: EngineCommand) -> None:
             scope = scopes[message.engine]
             try:
-                self._of(message.engine).execute(scope, message.command, given(), shards)
+                self._transfers[message.engine].execute(scope, message.command, given(), shards)
             except Aborted:
                 pass  # the results report it
             except Exception as error:
@@ -107,16 +111,15 @@ class TrainerWorker:
                     if isinstance(message, UpdateResults):
                         results = message
                     elif isinstance(message.command, Question):
-                        asked = True
                         if self._checks is None:
                             self._checks = trainer_checks(self._session, self._rank, self._size, self._timeout_s)
                         self._checks.answer(channel, message.command, given, shards)
-                    elif (engine := message.engine) in self._engines:  # else it has been left out
+                    elif (engine := message.engine) in self._transfers:  # else it has been left out
                         if engine not in scopes:
                             scopes[engine] = scope = channel.engine(engine)
-                            scope.on_abort(self._of(engine).abort)
+                            scope.on_abort(self._transfers[engine].abort)
                             stack.callback(scope.leave)
-                        if len(self._engines) == 1:
+                        if len(self._transfers) == 1:
                             execute(message)
                             continue
                         if engine not in threads:
@@ -133,17 +136,10 @@ class TrainerWorker:
                 transfers.commit(channel.update)
             elif engine in scopes:
                 transfers.release()
-        if asked and self._checks is not None:
+        if self._checks is not None:
             writable = any(transfers.writable_bytes for transfers in self._transfers.values())
             self._checks.end(channel.update, writable)
         return results
-
-    def _of(self, engine: int) -> EngineTransfers:
-        if engine not in self._transfers:
-            self._transfers[engine] = EngineTransfers(
-                self._session, engine, self._rank, self._shared, lambda: max(1, len(self._engines))
-            )
-        return self._transfers[engine]
 
     def release(self) -> None:
         """Drops connections, buffers, and the views that keep the shards' memory."""
@@ -161,14 +157,10 @@ def _published(published: PublishedShards | None, trainer_rank: int) -> Publishe
 
 @dataclass(slots=True)
 class _Prepared:
-    """An end that is kept between updates.
-
-    shards, pages  `PublishedShards.identity` and `PublishedShards.pages`
-    """
+    """An end that is kept between updates, and the shards for which it was made."""
 
     command: Prepare
-    shards: tuple[object, ...]
-    pages: tuple[object, ...]
+    published: PublishedShards
     end: TrainerEnd
     connected: bool = False
 
@@ -202,20 +194,18 @@ class EngineTransfers:
         prepared = self._prepared
         if prepared is None or not prepared.connected:
             return ""
-        if prepared.end.holds_pages and prepared.pages != published.pages:
+        if prepared.end.holds_pages and prepared.published.pages != published.pages:
             return ""
-        return prepared.command.transfer if prepared.shards == published.identity else ""
+        return prepared.command.transfer if prepared.published.identity == published.identity else ""
 
     @property
     def writable_bytes(self) -> int:
         """Bytes of this rank's memory that engine ranks could write to."""
         return self._prepared.end.writable_bytes if self._prepared is not None else 0
 
-    def offer(self, published: PublishedShards, update: int) -> dict[int, bytes] | None:
+    def offer(self, update: int) -> dict[int, bytes] | None:
         """Returns by engine rank what it can take instead of all weights; None if the engine needs all."""
-        if not self.prepared_transfer(published) or self._prepared is None:
-            return None
-        return self._prepared.end.offer(update)
+        return self._prepared.end.offer(update) if self._prepared is not None else None
 
     def commit(self, update: int) -> None:
         """The engine has the weights of `update`. A failure here does not fail an update."""
@@ -266,4 +256,4 @@ class EngineTransfers:
             shared=self._shared,
             engines=self._engines(),
         )
-        return _Prepared(command, published.identity, published.pages, trainer_end(side, command))
+        return _Prepared(command, published, trainer_end(side, command))

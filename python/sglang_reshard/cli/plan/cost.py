@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sglang_reshard.plan import ClusterTopology, RankDemand
-from sglang_reshard.plan.topology import Relation
 from sglang_reshard.routes.broadcast.plan import BroadcastPlan, BroadcastStrategy
 from sglang_reshard.routes.strategy import Strategy
 
@@ -84,12 +83,12 @@ class _Speeds:
     costs: Costs
 
     def of_messages(self, trainer_rank: int, engine_rank: int) -> float:
-        other_host = self.topology.relation(trainer_rank, engine_rank) is Relation.OTHER_HOST
-        return self.costs.network_bytes_s if other_host else self.costs.local_bytes_s
+        same_host = self.topology.same_host(trainer_rank, engine_rank)
+        return self.costs.local_bytes_s if same_host else self.costs.network_bytes_s
 
     def of_reads(self, trainer_rank: int, engine_rank: int) -> float:
         """Returns that of copies out of the trainer rank's mapped memory."""
-        same_gpu = self.topology.relation(trainer_rank, engine_rank) is Relation.SAME_GPU
+        same_gpu = self.topology.same_gpu(trainer_rank, engine_rank)
         return self.costs.local_bytes_s if self.topology.on_gpu and not same_gpu else self.costs.copy_bytes_s
 
 

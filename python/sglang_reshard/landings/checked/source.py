@@ -176,7 +176,7 @@ class TrainerChecks:
                 channel.put_part(self._rank, question, part)
 
     def end(self, update: int, writable: bool) -> None:
-        """Ends an update that has asked a question. Drops what it has not used, unless it has used nothing.
+        """Ends an update. Drops what it has not used, unless it has used nothing.
 
         writable  peers could write to the shards. Nobody but the trainer does, and not during an update; but a route
                   may register memory so that peers could, and an optimizer step must not use what they have written

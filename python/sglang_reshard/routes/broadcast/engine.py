@@ -39,7 +39,7 @@ def plan(
     reason: str = REQUESTED,
 ) -> Strategy:
     """Raises Unsupported for a trainer rank whose memory nobody can read, and for groups that NCCL would refuse."""
-    broadcasts = plan_broadcast(index, demands, topology.trainer_hosts, bucket_bytes)
+    broadcasts = plan_broadcast(index, demands, topology, bucket_bytes)
     trainer_ranks = len(topology.trainer_hosts)
     for members in dict.fromkeys(group.members for group in broadcasts.groups):
         peers = [trainer_ranks + engine_rank for engine_rank in members]

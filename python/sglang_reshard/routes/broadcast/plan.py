@@ -24,6 +24,7 @@ from sglang_reshard.layout.shard_map import ShardBox
 from sglang_reshard.memory.peer_memory import ShardRead
 from sglang_reshard.plan.read_plan import RankDemand, ReadPlan, demanded_shards
 from sglang_reshard.plan.tensor_index import TensorIndex
+from sglang_reshard.plan.topology import ClusterTopology
 from sglang_reshard.routes.p2p.messages import BufferSlice, SendItem, cut_messages
 from sglang_reshard.routes.strategy import Strategy, shard_reads
 
@@ -120,7 +121,7 @@ class BroadcastStrategy(Strategy):
 
 
 def plan_broadcast(
-    index: TensorIndex, demands: Sequence[RankDemand], trainer_hosts: Sequence[str], bucket_bytes: int
+    index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTopology, bucket_bytes: int
 ) -> BroadcastPlan:
     """Plans the broadcasts for engine ranks with these demands.
 
@@ -130,16 +131,16 @@ def plan_broadcast(
     Raises Unsupported if no engine rank can read the memory of a trainer rank that has to be read.
     """
     needed = demanded_shards(index, demands)
-    direct_reads, direct_bytes = np.zeros_like(needed), np.zeros((len(trainer_hosts), len(demands)), np.int64)
+    direct_reads, direct_bytes = np.zeros_like(needed), np.zeros((len(topology.trainer_hosts), len(demands)), np.int64)
     nbytes = index.per_shard([[s.box.numel * c.item_bytes for s in c.shard_map.shards] for c in index.classes])
     shards_of: dict[BroadcastGroup, list[np.ndarray]] = {}
     for holders, audience, shards in _alike(index, needed):
         audience_of: dict[int, list[int]] = {}
         for engine_rank in audience:
-            nearest = _nearest_trainer(holders, engine_rank, trainer_hosts, demands)
+            nearest = _nearest_trainer(holders, engine_rank, topology)
             audience_of.setdefault(nearest, []).append(engine_rank)
         for trainer_rank, listeners in audience_of.items():
-            leader = _leader(trainer_rank, listeners, trainer_hosts, demands)
+            leader = _leader(trainer_rank, listeners, topology)
             members = tuple(sorted({leader, *listeners}))
             if len(members) == 1:
                 direct_reads[leader, shards] = True
@@ -187,40 +188,35 @@ def _whole_shard(index: TensorIndex, shard: int) -> ShardRead:
     return ShardRead(tensor, of.shard_map.to_local(box, Region.of(box.box)), of.item_bytes)
 
 
-def _nearest_trainer(
-    holders: Sequence[int], engine_rank: int, trainer_hosts: Sequence[str], demands: Sequence[RankDemand]
-) -> int:
+def _nearest_trainer(holders: Sequence[int], engine_rank: int, topology: ClusterTopology) -> int:
     """Returns the holder that is nearest to the engine rank's relative position, of those that can be read from here.
 
     If there are none, of those on hosts with engine ranks.
     """
-    position = engine_rank * len(trainer_hosts) // len(demands)
-    local = [h for h in holders if _can_read(demands[engine_rank], h, trainer_hosts)]
-    near = local or [h for h in holders if any(d.host == trainer_hosts[h] for d in demands)] or holders
+    trainer_hosts, engine_hosts = topology.trainer_hosts, topology.engine_hosts
+    position = engine_rank * len(trainer_hosts) // len(engine_hosts)
+    local = [h for h in holders if topology.can_read(h, engine_rank)]
+    near = local or [h for h in holders if trainer_hosts[h] in engine_hosts] or holders
     return min(near, key=lambda h: (abs(h - position), h))
 
 
-def _leader(
-    trainer_rank: int, audience: Sequence[int], trainer_hosts: Sequence[str], demands: Sequence[RankDemand]
-) -> int:
+def _leader(trainer_rank: int, audience: Sequence[int], topology: ClusterTopology) -> int:
     """Returns the engine rank that reads from a trainer rank: for TP=4 to TP=16, engine rank 4k reads from k."""
-    host = trainer_hosts[trainer_rank]
-    able = [e for e, demand in enumerate(demands) if _can_read(demand, trainer_rank, trainer_hosts)]
+    engine_ranks = range(len(topology.engine_hosts))
+    able = [e for e in engine_ranks if topology.can_read(trainer_rank, e)]
     near = [e for e in audience if e in able]
-    if not near and all(demands[e].host != host for e in audience):
+    if not near and not any(topology.same_host(trainer_rank, e) for e in audience):
         # A rank outside the audience relays. It has not tried this handle, so it must have failed with no other.
-        near = [e for e in able if not demands[e].unreadable]
+        failed = {e for _, e in topology.unreadable}
+        near = [e for e in able if e not in failed]
     if not near:
+        host = topology.trainer_hosts[trainer_rank]
         why = f"no engine rank runs on the host of trainer rank {trainer_rank} ({host})"
         for e in audience:
-            if reason := demands[e].unreadable.get(trainer_rank):
-                why = f"engine rank {e} cannot map the memory of trainer rank {trainer_rank}: {reason}"
+            if (trainer_rank, e) in topology.unreadable:
+                why = topology.why_unreadable(trainer_rank, e)
         raise Unsupported(
             f"{why}, and transport='broadcast' reads shards on the same host only", cure="use transport='p2p'"
         )
-    position = trainer_rank * len(demands) // len(trainer_hosts)
+    position = trainer_rank * len(engine_ranks) // len(topology.trainer_hosts)
     return min(near, key=lambda e: (abs(e - position), e))
-
-
-def _can_read(demand: RankDemand, trainer_rank: int, trainer_hosts: Sequence[str]) -> bool:
-    return trainer_hosts[trainer_rank] == demand.host and trainer_rank not in demand.unreadable
