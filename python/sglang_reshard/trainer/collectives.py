@@ -87,11 +87,17 @@ def first_rank_address(group: dist.ProcessGroup) -> str:
 
     It is MASTER_ADDR's, as ranks of other hosts resolve it: a host often resolves its own name to loopback. Collective.
     """
-    with gathering(str, group) as told:
-        if dist.get_process_group_ranks(group)[0] == 0:
-            with contextlib.suppress(OSError):
-                told.own = str(socket.getaddrinfo(os.environ.get("MASTER_ADDR"), None)[0][4][0])
-    return next((a for a in told.of_all if a and not ipaddress.ip_address(a).is_loopback), "127.0.0.1")
+    found = ""
+    if dist.get_process_group_ranks(group)[0] == 0:
+        with contextlib.suppress(OSError):
+            found = str(socket.getaddrinfo(os.environ.get("MASTER_ADDR"), None)[0][4][0])
+    addresses = gather_messages(found, str, group)
+    return next((a for a in addresses if a and not ipaddress.ip_address(a).is_loopback), "127.0.0.1")
+
+
+def gather_messages(message: object, kind: type[T], group: dist.ProcessGroup) -> list[T]:
+    """Returns every rank's message, in rank order, on every rank. Collective over a CPU group."""
+    return [decode(data, kind) for data in gather_bytes(encode(message), group)]
 
 
 def gather_bytes(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
