@@ -67,8 +67,9 @@ class TrainerWorker:
         """Sets the engines of further updates, by their numbers."""
         known = self._transfers
         self._transfers = {
-            engine: known.pop(engine, None)
-            or EngineTransfers(self._session, engine, self._rank, self._shared, lambda: len(self._transfers))
+            engine: known.pop(engine)
+            if engine in known
+            else EngineTransfers(self._session, engine, self._rank, self._shared, lambda: len(self._transfers))
             for engine in engines
         }
         for left_out in known.values():
