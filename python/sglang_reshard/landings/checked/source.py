@@ -209,10 +209,8 @@ class TrainerChecks:
         self, ask: ChecksAsk, published: PublishedShards, shards: Callable[[], Sequence[torch.Tensor]]
     ) -> SourceChecksums:
         key = ask.regions, ask.names, published.identity
-        if key not in self._used:
-            if key not in self._known:
-                self._known[key] = self._compute(ask, published, shards())
-            self._used[key] = self._known[key]
+        known = self._used.get(key) or self._known.get(key)
+        self._used[key] = known or self._compute(ask, published, shards())
         return self._used[key]
 
     def _compute(self, ask: ChecksAsk, published: PublishedShards, shards: Sequence[torch.Tensor]) -> SourceChecksums:
