@@ -208,16 +208,14 @@ class MemoryExporter:
         return known[1] if known is not None and not known[0].expired() else None
 
     def _check_limits(self, shards: Sequence[torch.Tensor]) -> None:
-        new, shared = {}, set()
+        new = {}
         for shard in shards:
             storage = shard.untyped_storage()
-            if self._handle_of_moved(storage) is None:
+            if self._handle_of_moved(storage) is None and not storage.is_shared():  # these have descriptors and room
                 new[storage.data_ptr()] = aligned(storage.nbytes(), mmap.PAGESIZE)
-                if storage.is_shared():
-                    shared.add(storage.data_ptr())
         if new:
-            raise_descriptor_limit(len(new.keys() - shared), self._who)  # storages shared already have theirs
-            check_free_shm(sum(nbytes for address, nbytes in new.items() if address not in shared), self._who)
+            raise_descriptor_limit(len(new), self._who)
+            check_free_shm(sum(new.values()), self._who)
 
     def _where(self, names: Sequence[str], number: int) -> str:
         return f"{self._who}: {names[number] if names else f'tensor number {number}'}"
