@@ -21,6 +21,7 @@ from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.snapshots.manifest import SUM_DIGITS, read_table
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
 from sglang_reshard.landings.checked.regions import Selection
+from sglang_reshard.layout.regions import Box, Region
 
 LIST, MANIFEST, INDEX = "snapshots.json", "snapshot.json", "model.safetensors.index.json"
 WEIGHTS = "model-00001-of-00001.safetensors"
@@ -209,7 +210,7 @@ def _checksums(data: bytes) -> dict[str, str]:
     table, batch = read_table(io.BytesIO(data), len(data), "a file"), RegionBatch()
     memory = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
     for row, (spec, offset) in enumerate(table.tensors):
-        region = RegionSpec.whole(spec.shape, spec.item_bytes)
+        region = RegionSpec.bits(spec.shape, Region.of(Box.whole(spec.shape)), spec.item_bytes)
         batch.add(region, memory[offset : offset + spec.nbytes].clone().view(region.dtype), row)
     sums = batch.checksums(len(table.tensors), Selection.full()).tolist()
     return {"table": table.sha256, "sums": "".join(f"{found:0{SUM_DIGITS}x}" for found in sums)}

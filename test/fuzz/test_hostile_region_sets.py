@@ -17,7 +17,7 @@ def regions_of(layout, random):
     numbers = {tensor.name: number for number, tensor in enumerate(layout.tensors)}
     dtype = random.choice(LIVE)
     regions = {(numbers[copy.source], copy.region) for copy in copies_of(layout, random)}
-    return RegionSet.of((number, RegionKind(dtype, r.start, r.count, r.step)) for number, r in sorted(regions, key=str))
+    return RegionSet.of((number, RegionKind(dtype, region)) for number, region in sorted(regions, key=str))
 
 
 @fuzzed

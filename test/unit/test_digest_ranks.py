@@ -182,7 +182,7 @@ def test_holders_of_the_same_elements_share_the_work():
 
 
 def test_region_sets_are_the_same_in_any_order_and_small_on_the_wire():
-    alike = [RegionKind("bfloat16", (0, 64 * part), (512, 64), (1, 1)) for part in range(4)]
+    alike = [RegionKind("bfloat16", Region((0, 64 * part), (512, 64), (1, 1))) for part in range(4)]
     given = [(tensor, alike[tensor % 4]) for tensor in range(100_000)]
     made, turned = RegionSet.of(given), RegionSet.of(reversed(given))
     assert made == turned
@@ -195,15 +195,15 @@ def test_region_sets_are_the_same_in_any_order_and_small_on_the_wire():
     assert len(zlib.compress(msgspec.msgpack.encode(made), 1)) < 400_000
 
 
-GOOD = RegionSet.of([(0, RegionKind("bfloat16", (0, 0), (21, 64), (1, 1)))])
+GOOD = RegionSet.of([(0, RegionKind("bfloat16", Region((0, 0), (21, 64), (1, 1))))])
 KINDS = [
-    RegionKind("bfloat16", (0,), (64,), (1,)),
-    RegionKind("bfloat16", (-1, 0), (2, 64), (1, 1)),
-    RegionKind("bfloat16", (0, 0), (11, 64), (3, 1)),
-    RegionKind("bfloat16", (0, 0), (2, 64), (0, 1)),
-    RegionKind("bfloat16", (6, 0), (1, 64), (1 << 63, 1)),
-    RegionKind("bfloat16", (0, 0), (0, 64), (1, 1)),
-    RegionKind("tensor", (0, 0), (21, 64), (1, 1)),
+    RegionKind("bfloat16", Region((0,), (64,), (1,))),
+    RegionKind("bfloat16", Region((-1, 0), (2, 64), (1, 1))),
+    RegionKind("bfloat16", Region((0, 0), (11, 64), (3, 1))),
+    RegionKind("bfloat16", Region((0, 0), (2, 64), (0, 1))),
+    RegionKind("bfloat16", Region((6, 0), (1, 64), (1 << 63, 1))),
+    RegionKind("bfloat16", Region((0, 0), (0, 64), (1, 1))),
+    RegionKind("tensor", Region((0, 0), (21, 64), (1, 1))),
 ]
 TABLES = [{"tensors": b"\x08\0\0\0"}, {"tensors": b"\xff" * 4}, {"kind_of": b"\1\0\0\0"}, {"kind_of": b""}]
 TABLES += [{"tensors": b"\0\0\0", "kind_of": b"\0\0\0"}]
@@ -225,8 +225,8 @@ def test_regions_that_the_layout_does_not_have_are_refused_by_name(wrong, says):
 
 @pytest.mark.parametrize("copies", [0, 1 << 31])
 def test_a_number_of_copies_that_no_rank_keeps_is_refused(copies):
-    regions = RegionSet.of([(0, RegionKind("bfloat16", (0, 0), (21, 64), (1, 1), copies))])
-    with pytest.raises(Mismatch, match=r"`\$.kinds\[0\]\[4\]`"):
+    regions = RegionSet.of([(0, RegionKind("bfloat16", Region((0, 0), (21, 64), (1, 1)), copies))])
+    with pytest.raises(Mismatch, match=r"`\$.kinds\[0\]\[2\]`"):
         decode(encode(regions), RegionSet)
 
 

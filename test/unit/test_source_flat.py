@@ -76,7 +76,7 @@ def test_members_and_slices_are_found_in_the_pieces_they_are_in(made):
     layout = states[0].layout
     assert all(state.layout == layout for state in states)
     for tensor in layout.tensors:
-        assert not invalid_reason(ExplicitSharding(tensor.shape, layout.shard_map(tensor)), ranks)
+        assert not invalid_reason(tensor.shape, layout.shard_map(tensor), ranks)
 
 
 def one(shape, ranges, **more):
@@ -127,4 +127,4 @@ def test_an_explicit_sharding_may_have_flat_local_tensors():
 def test_strides_that_no_buffer_has_are_refused(strides):
     good = flat_shard_map((2, 3), ((0, 0, 6),))
     bad = type(good)(good.shards, strides)
-    assert "positive strides" in invalid_reason(ExplicitSharding((2, 3), bad), 1)
+    assert "positive strides" in invalid_reason((2, 3), bad, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from sglang_reshard.gpu.rank_info import NCCL_SETTINGS
@@ -17,7 +17,7 @@ def nccl_settings(environment: Mapping[str, str], of_the_host: Path = _OF_THE_HO
     """Returns those of `NCCL_SETTINGS` that are set: name -> value. See `initEnvFunc` in NCCL 2.28's param.cc."""
     files = [Path(environment["NCCL_CONF_FILE"]) if environment.get("NCCL_CONF_FILE") else _of_the_user(), of_the_host]
     found = dict[str, str]()
-    for settings in (environment, *(dict(_read(file)) for file in files if file is not None)):
+    for settings in (environment, *(_read(file) for file in files if file is not None)):
         for name in NCCL_SETTINGS:
             if name in settings:
                 found.setdefault(name, settings[name])
@@ -30,15 +30,12 @@ def _of_the_user() -> Path | None:
     return None
 
 
-def _read(file: Path) -> Iterable[tuple[str, str]]:
-    """Yields what a configuration file sets. Of several lines for one name NCCL takes the first."""
-    try:
-        lines = file.read_text(errors="replace").splitlines()
-    except OSError:
-        return
-    seen = set[str]()
-    for line in lines:
-        name, equals, value = line.partition("=")
-        if not line.startswith("#") and equals and name not in seen:
-            seen.add(name)
-            yield name, value
+def _read(file: Path) -> dict[str, str]:
+    """Returns what a configuration file sets. Of several lines for one name NCCL takes the first."""
+    found = dict[str, str]()
+    with contextlib.suppress(OSError):
+        for line in file.read_text(errors="replace").splitlines():
+            name, equals, value = line.partition("=")
+            if not line.startswith("#") and equals:
+                found.setdefault(name, value)
+    return found

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_reshard.errors import Mismatch
+
 if TYPE_CHECKING:  # trainer ranks load no tracer
     from sglang_reshard.engine.context import UpdateContext
     from sglang_reshard.landings.checked.target import Checks
@@ -115,10 +117,14 @@ class Landing:
     def check(self, update: UpdateContext) -> str:
         """Checks what has arrived. Returns the digest of all weights, or nothing if it is not known.
 
-        Raises Mismatch, naming the tensors, if this rank's weights are not the trainer's.
+        Raises Mismatch if the route has not reported the end of every turn, or, naming the tensors, if this rank's
+        weights are not the trainer's.
         """
-        if self.conversions is not None:
-            self.conversions.check_finished(self.finished)
+        if self.finished < self.turns:
+            raise Mismatch(
+                f"the route has reported the end of {self.finished} of {self.turns} turns: weights of the others were "
+                "not converted. Choose another transport"
+            )
         return "" if self.checks is None else self.checks.compare(update)
 
     def commit(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.errors import Unsupported
 
 if TYPE_CHECKING:  # trainer ranks load no tracer
     from sglang_reshard.trace.program import Arrival, Program
@@ -76,15 +76,6 @@ class Conversions:
             raise Unsupported(
                 f"the engine converts {len(self._given.arrivals)} weights where they arrive, and the route has not "
                 "called Landing.place: it does not know of them. Choose another transport"
-            )
-
-    def check_finished(self, finished: int) -> None:
-        """Raises Mismatch if the route has not reported the end of every turn."""
-        turns = len(self._finishers or ())
-        if finished < turns:
-            raise Mismatch(
-                f"the route has reported the end of {finished} of {turns} turns: weights of the others were not "
-                "converted. Choose another transport"
             )
 
     def finish(self, turn: int) -> None:

@@ -7,7 +7,7 @@ stop`, with one entry per tensor dimension; a zero-dimensional tensor has one el
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -91,7 +91,7 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Region:
     """A strided box: `count` indices from `start`, `step` apart, along each dimension."""
 
@@ -124,6 +124,13 @@ class Region:
             count.append(last - first)
             skipped.append(first)
         return Region(tuple(start), tuple(count), self.step), tuple(skipped)
+
+    def is_within(self, shape: tuple[int, ...]) -> bool:
+        """Returns whether a region from another process lies in a tensor of `shape` (elements)."""
+        if not len(self.start) == len(self.count) == len(self.step) == len(shape):
+            return False
+        dims = zip(self.start, self.count, self.step, shape, strict=True)
+        return all(a >= 0 and n >= 1 and 1 <= s <= MAX_STEP and a + (n - 1) * s < length for a, n, s, length in dims)
 
     def slices(self, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
         """Returns the index expression of the region in a tensor whose first element has the index `origin`."""
@@ -161,14 +168,6 @@ class LocalRegion(Region):
         """Returns the region as a view of the local tensor."""
         offset, strides = self.memory(local.stride())
         return local.as_strided(self.count, strides, int(local.storage_offset()) + offset)
-
-
-def is_within(start: Sequence[int], count: Sequence[int], step: Sequence[int], shape: Sequence[int]) -> bool:
-    """Returns whether a region from another process lies in a tensor of `shape` (elements)."""
-    if not len(start) == len(count) == len(step) == len(shape):
-        return False
-    dims = zip(start, count, step, shape, strict=True)
-    return all(a >= 0 and n >= 1 and 1 <= s <= MAX_STEP and a + (n - 1) * s < length for a, n, s, length in dims)
 
 
 def split(box: Box, max_elements: int) -> Iterator[Box]:

@@ -101,9 +101,9 @@ def canonical(shard_map: ShardMap) -> ShardMap:
 
 
 @functools.lru_cache(maxsize=4096)
-def invalid_reason(sharding: ExplicitSharding, trainer_ranks: int) -> str | None:
-    """Returns why the sharding is not one of its shape over `trainer_ranks` ranks; None if it is valid."""
-    shape, shards, strides = sharding.shape, sharding.shard_map.shards, sharding.shard_map.strides
+def invalid_reason(shape: tuple[int, ...], shard_map: ShardMap, trainer_ranks: int) -> str:
+    """Returns why the map is not one of `shape` (elements) over `trainer_ranks` ranks; empty if it is valid."""
+    shards, strides = shard_map.shards, shard_map.strides
     if strides is not None and (len(strides) != len(shape) or any(not 0 < s < MAX_STRIDE for s in strides)):
         return f"flat local tensors need {len(shape)} positive strides, not {strides}"
     local_dims = len(shape) if strides is None else 1
@@ -118,7 +118,7 @@ def invalid_reason(sharding: ExplicitSharding, trainer_ranks: int) -> str | None
         if any(not 0 <= a < b <= n for a, b, n in bounds) or any(a < 0 for a in shard.local_start):
             return f"{shard} is empty or exceeds shape {shape}"
     overlap = _overlap(sorted({shard.box for shard in shards}))
-    return f"{overlap[0]} and {overlap[1]} overlap" if overlap else None
+    return f"{overlap[0]} and {overlap[1]} overlap" if overlap else ""
 
 
 def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:

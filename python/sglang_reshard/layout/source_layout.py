@@ -182,14 +182,9 @@ class SourceLayout(msgspec.Struct, frozen=True):
 
     def min_local_shapes(self, trainer_rank: int) -> list[tuple[int, ...] | None]:
         """Returns, per tensor, the smallest shape that the rank's local tensor can have; None if it holds nothing."""
-        known: dict[tuple[tuple[int, ...], int, int], tuple[int, ...] | None] = {}
-        found = []
-        for tensor in self.tensors:
-            key = tensor.shape, tensor.mesh, tensor.placements
-            if key not in known:
-                known[key] = self.shard_map(tensor).min_local_shape(trainer_rank)
-            found.append(known[key])
-        return found
+        alike = {(t.shape, t.mesh, t.placements): t for t in self.tensors}
+        shapes = {key: self.shard_map(tensor).min_local_shape(trainer_rank) for key, tensor in alike.items()}
+        return [shapes[t.shape, t.mesh, t.placements] for t in self.tensors]
 
     def local_bytes(self) -> tuple[int, ...]:
         """Returns the bytes that each trainer rank holds; a box that is twice in a local tensor counts once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap, invalid_reason
+from sglang_reshard.layout.shard_map import ShardMap, invalid_reason
 from sglang_reshard.layout.source_layout import EXPLICIT, SourceLayout, SourceTensor
 
 _Statement = tuple[int, tuple[int, ...], int, int]  # number of the layout, and shape, mesh and placements there
@@ -47,7 +47,7 @@ def union(layouts: Sequence[SourceLayout], layout_of_rank: Sequence[int]) -> Sou
         key = tuple((number, tensor.shape, tensor.mesh, tensor.placements) for number, tensor in statements)
         if key not in known:
             held = _held(name, {number: layouts[number].shard_map(tensor) for number, tensor in statements}, ranks_of)
-            if reason := invalid_reason(ExplicitSharding(stated.shape, held), len(layout_of_rank)):
+            if reason := invalid_reason(stated.shape, held, len(layout_of_rank)):
                 raise Mismatch(f"{name}: the trainer ranks that list it hold parts that do not go together: {reason}")
             _check_held(stated, held, [r for n, _ in statements for r in ranks_of[n]])
             known[key] = explicit.setdefault(held, len(explicit))

@@ -38,21 +38,14 @@ class HostArena:
     def __init__(self, shards: Sequence[torch.Tensor], who: str) -> None:
         """Raises Unsupported, naming `who`, if there is too little shared memory."""
         self._places = places_of(shards)
-        begins, end = [], 0
-        for number, place in enumerate(self._places):
-            if place.first == number:
-                begins.append(end)
-                end += aligned(place.nbytes, ALIGNMENT)
-            else:
-                begins.append(begins[place.first])
-        check_free_shm(end, who)
-        self.storage = allocate_shared(end, who)
+        self._distinct = [number for number, place in enumerate(self._places) if place.first == number]
+        sizes = [aligned(self._places[number].nbytes, ALIGNMENT) for number in self._distinct]
+        check_free_shm(sum(sizes), who)
+        self.storage = allocate_shared(sum(sizes), who)
         arena = torch.empty(0, dtype=torch.uint8).set_(self.storage)
-        self.copies = [
-            arena[begin : begin + place.nbytes].view(place.dtype).view(place.shape)
-            for begin, place in zip(begins, self._places, strict=True)
-        ]
-        self._targets: list[torch.Tensor] = []
+        parts = dict(zip(self._distinct, arena.split(sizes), strict=True))
+        self.copies = [parts[p.first][: p.nbytes].view(p.dtype).view(p.shape) for p in self._places]
+        self._targets = [self.copies[number] for number in self._distinct]
         self._sources: list[torch.Tensor] = []
 
     def fits(self, shards: Sequence[torch.Tensor]) -> bool:
@@ -60,9 +53,7 @@ class HostArena:
 
     def refresh(self, shards: Sequence[torch.Tensor]) -> None:
         """Copies shards that fit."""
-        distinct = [number for number, place in enumerate(self._places) if place.first == number]
-        self._targets = [self.copies[number] for number in distinct]
-        self._sources = _without_owner([shards[number] for number in distinct])
+        self._sources = _without_owner([shards[number] for number in self._distinct])
         self.refresh_again()
 
     def refresh_again(self) -> None:

@@ -79,7 +79,7 @@ class MemoryExporter:
     """
 
     def __init__(self, trainer_rank: int) -> None:
-        self._rank = trainer_rank
+        self._who = f"trainer rank {trainer_rank}"
         # By address. The weak reference distinguishes a storage from a later one at the same address.
         self._moved: dict[int, tuple[StorageWeakRef, ShmStorage]] = {}
         self._gpu = GpuExporter()
@@ -115,7 +115,7 @@ class MemoryExporter:
 
         self._without_handles = ()
         try:
-            allocations = self._gpu.export((f"trainer rank {self._rank}: {_name(names, i)}", shards[i]) for i in on_gpu)
+            allocations = self._gpu.export((self._where(names, i), shards[i]) for i in on_gpu)
             copies = self._refreshed_arena([shards[i] for i in copied])
         except Unsupported as error:
             self._without_handles = tuple({shards[i].device for i in on_gpu})
@@ -129,9 +129,7 @@ class MemoryExporter:
         for number in in_place:
             shard = shards[number]
             storage = shard.untyped_storage()
-            moved = self._handle_of_moved(storage) or _move(
-                storage, f"trainer rank {self._rank}: {_name(names, number)}"
-            )
+            moved = self._handle_of_moved(storage) or _move(storage, self._where(names, number))
             kept[storage.data_ptr()] = self._moved[storage.data_ptr()] = (StorageWeakRef(storage), moved)
             place(number, moved, int(shard.storage_offset()), shard)
         self._moved = kept
@@ -140,7 +138,7 @@ class MemoryExporter:
     def is_current(self) -> bool:
         """Returns whether the last handles are still valid, for shards with the same storages."""
         with self._lock:
-            return not self._gpu.exported or self._gpu.is_current()
+            return self._gpu.is_current()
 
     def pages(self) -> tuple[object, ...]:
         """Returns what changes if other pages may be at the addresses of the shards that were exported last.
@@ -172,7 +170,7 @@ class MemoryExporter:
         for number, shard in enumerate(shards):
             if shard.numel() == 0:
                 continue
-            where = f"trainer rank {self._rank}: {_name(names, number)}"
+            where = self._where(names, number)
             if shard.untyped_storage().nbytes() == 0:
                 raise Unsupported(
                     f"{where} no longer has memory: its storage was freed before the update. Bring the weights back "
@@ -198,11 +196,11 @@ class MemoryExporter:
             return []
         if self._arena is None or not self._arena.fits(shards):
             self._arena, self._copied = None, False  # its room may be needed
-            self._arena = HostArena(shards, f"trainer rank {self._rank}")
+            self._arena = HostArena(shards, self._who)
         if not self._copied:
             self._arena.refresh(shards)
             self._copied = True
-        handle = _move(self._arena.storage, f"trainer rank {self._rank}")
+        handle = _move(self._arena.storage, self._who)
         return [(handle, copy) for copy in self._arena.copies]
 
     def _handle_of_moved(self, storage: torch.UntypedStorage) -> ShmStorage | None:
@@ -210,21 +208,17 @@ class MemoryExporter:
         return known[1] if known is not None and not known[0].expired() else None
 
     def _check_limits(self, shards: Sequence[torch.Tensor]) -> None:
-        new, shared = {}, set()
+        new = {}
         for shard in shards:
             storage = shard.untyped_storage()
-            if self._handle_of_moved(storage) is None:
+            if self._handle_of_moved(storage) is None and not storage.is_shared():  # these have descriptors and room
                 new[storage.data_ptr()] = aligned(storage.nbytes(), mmap.PAGESIZE)
-                if storage.is_shared():
-                    shared.add(storage.data_ptr())
-        who = f"trainer rank {self._rank}"
         if new:
-            raise_descriptor_limit(len(new.keys() - shared), who)  # storages shared already have theirs
-            check_free_shm(sum(nbytes for address, nbytes in new.items() if address not in shared), who)
+            raise_descriptor_limit(len(new), self._who)
+            check_free_shm(sum(new.values()), self._who)
 
-
-def _name(names: Sequence[str], number: int) -> str:
-    return names[number] if names else f"tensor number {number}"
+    def _where(self, names: Sequence[str], number: int) -> str:
+        return f"{self._who}: {names[number] if names else f'tensor number {number}'}"
 
 
 def _move(storage: torch.UntypedStorage, where: str) -> ShmStorage:

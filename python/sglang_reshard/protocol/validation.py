@@ -26,7 +26,7 @@ import msgspec
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.decoders import msgpack_decoder
 from sglang_reshard.layout.regions import ITEM_BYTES
-from sglang_reshard.layout.shard_map import ExplicitSharding, invalid_reason
+from sglang_reshard.layout.shard_map import invalid_reason
 from sglang_reshard.layout.source_layout import EXPLICIT, Mesh, Placement, SourceLayout, SourceTensor
 from sglang_reshard.memory.gpu_memory import MARK_WORDS, MAX_STORAGE_BYTES
 from sglang_reshard.memory.mapping import Handles, ShmStorage
@@ -171,7 +171,7 @@ def _invalid_reason(tensor: SourceTensor, layout: SourceLayout, meshes: list[str
         stated = layout.explicit[tensor.placements]
         if len(stated.shards) > MAX_EXPLICIT_SHARDS:
             return f"it has {len(stated.shards):,} shards, more than {MAX_EXPLICIT_SHARDS:,}"
-        return invalid_reason(ExplicitSharding(shape, stated), layout.trainer_ranks) or ""
+        return invalid_reason(shape, stated, layout.trainer_ranks)
     if not 0 <= tensor.mesh < len(layout.meshes) or not 0 <= tensor.placements < len(layout.placements):
         return f"the layout has no mesh number {tensor.mesh}, or no placements number {tensor.placements}"
     mesh, placements = layout.meshes[tensor.mesh], layout.placements[tensor.placements]

@@ -171,7 +171,7 @@ class TensorReader:
         shard_map = sharding if isinstance(sharding, ShardMap) else compute_shard_map(shape, *sharding)
         if (shape, sharding) in self._checked:
             return shard_map
-        if explicit and (reason := invalid_reason(ExplicitSharding(shape, shard_map), self._ranks)):
+        if explicit and (reason := invalid_reason(shape, shard_map, self._ranks)):
             raise Mismatch(f"{where} has an invalid explicit sharding: {reason}")
         if not self._partial and shard_map.covered_elements() != math.prod(shape):
             raise Unsupported(

@@ -27,7 +27,7 @@ from sglang_reshard.extras.snapshots.writer_folder import to_disk
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
 from sglang_reshard.landings.checked.regions import Selection
 from sglang_reshard.layout.checkpoint_headers import DTYPES
-from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.layout.regions import Box, Region, TensorSpec
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.routes.p2p.links import destination_view
@@ -130,7 +130,7 @@ class SnapshotFiles:
                 to_disk(out)
         batch = RegionBatch()
         for row, (spec, view) in enumerate(file.mapped(folder)):
-            region = RegionSpec.whole(spec.shape, spec.item_bytes)
+            region = RegionSpec.bits(spec.shape, Region.of(Box.whole(spec.shape)), spec.item_bytes)
             batch.add(region, view.view(region.dtype), row)
         found = batch.checksums(len(file.tensors), Selection.full()).tolist()
         sums = "".join(f"{tensor:0{SUM_DIGITS}x}" for tensor in found)

@@ -55,11 +55,6 @@ class RegionSpec:
         """Returns elements of `item_bytes` as they are. Their views have the dtype of the result."""
         return cls.of(shape, region, _INTEGERS[item_bytes], cast=False)
 
-    @classmethod
-    def whole(cls, shape: tuple[int, ...], item_bytes: int) -> RegionSpec:
-        """As `bits`, for all elements."""
-        return cls.bits(shape, Region.of(Box.whole(shape)), item_bytes)
-
 
 _Alike = tuple[RegionSpec, torch.dtype, torch.device, tuple[int, ...]]  # and strides
 

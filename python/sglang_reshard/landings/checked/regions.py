@@ -21,14 +21,8 @@ class RegionKind(msgspec.Struct, frozen=True, array_like=True, order=True):
     """A region of a tensor. dtype: the engine's. copies: how often the engine rank keeps the same elements."""
 
     dtype: str
-    start: tuple[int, ...]
-    count: tuple[int, ...]
-    step: tuple[int, ...]
+    region: Region
     copies: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] = 1
-
-    @property
-    def region(self) -> Region:
-        return Region(self.start, self.count, self.step)
 
 
 class RegionSet(msgspec.Struct, frozen=True):

@@ -14,10 +14,10 @@ from sglang_reshard.errors import Aborted, Mismatch
 from sglang_reshard.landings.checked.checksum import RegionBatch, RegionSpec
 from sglang_reshard.landings.checked.coefficients import tensor_coefficients
 from sglang_reshard.landings.checked.messages import ChecksAsk, Checksums, PartialChecksums, summed
-from sglang_reshard.landings.checked.regions import RegionKind, RegionSet, Selection, groups_of, num_groups
+from sglang_reshard.landings.checked.regions import RegionSet, Selection, groups_of, num_groups
 from sglang_reshard.landings.checked.whole_model import region_coefficients
 from sglang_reshard.layout.names import renamed
-from sglang_reshard.layout.regions import ITEM_BYTES, Box, LocalRegion, Region, is_within
+from sglang_reshard.layout.regions import ITEM_BYTES, Box, LocalRegion, Region
 from sglang_reshard.layout.shard_map import ShardBox
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import TensorIndex
@@ -128,20 +128,17 @@ def _check(regions: RegionSet, engine_rank: int, tensor_index: TensorIndex) -> N
         )
     pairs, firsts = np.unique(np.stack([tensor_index.class_of[tensors], kinds]), axis=1, return_index=True)
     for (number, kind), first in zip(pairs.T.tolist(), firsts.tolist(), strict=True):
-        if not _is_region_of(regions.kinds[kind], tensor_index.classes[number]):
+        requested = regions.kinds[kind]
+        if requested.dtype not in ITEM_BYTES or not requested.region.is_within(tensor_index.classes[number].shape):
             tensor = tensor_index.layout.tensors[tensors[first]]
             raise Mismatch(
-                f"engine rank {engine_rank} requests a checksum of {tensor.name} as {regions.kinds[kind]}, but it is "
+                f"engine rank {engine_rank} requests a checksum of {tensor.name} as {requested}, but it is "
                 f"{tensor.dtype} {tensor.shape} in the trainer's layout. {_SAME_VERSION}"
             )
 
 
 def _are_below(numbers: np.ndarray, end: int) -> bool:
     return not len(numbers) or bool(numbers.min() >= 0 and numbers.max() < end)
-
-
-def _is_region_of(kind: RegionKind, of: TensorClass) -> bool:
-    return kind.dtype in ITEM_BYTES and is_within(kind.start, kind.count, kind.step, of.shape)
 
 
 class TrainerChecks:
@@ -212,10 +209,8 @@ class TrainerChecks:
         self, ask: ChecksAsk, published: PublishedShards, shards: Callable[[], Sequence[torch.Tensor]]
     ) -> SourceChecksums:
         key = ask.regions, ask.names, published.identity
-        if key not in self._used:
-            if key not in self._known:
-                self._known[key] = self._compute(ask, published, shards())
-            self._used[key] = self._known[key]
+        known = self._used.get(key) or self._known.get(key)
+        self._used[key] = known or self._compute(ask, published, shards())
         return self._used[key]
 
     def _compute(self, ask: ChecksAsk, published: PublishedShards, shards: Sequence[torch.Tensor]) -> SourceChecksums:

@@ -38,8 +38,7 @@ class TargetChecksums:
             dtype = str(program.targets[copy.target].dtype).removeprefix("torch.")
             copies.setdefault((tensor_index.index_of[copy.source], dtype, copy.region), []).append(copy)
         self.regions = RegionSet.of(
-            (tensor, RegionKind(dtype, region.start, region.count, region.step, len(same)))
-            for (tensor, dtype, region), same in copies.items()
+            (tensor, RegionKind(dtype, region, len(same))) for (tensor, dtype, region), same in copies.items()
         )
         self._batch = RegionBatch()
         self._arriving: dict[str, list[tuple[int, RegionSpec, Copy]]] = {}

@@ -38,8 +38,7 @@ class RankSums(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, sums: Mapping[tuple[int, Region], int], cast: bool) -> RankSums:
         """`sums`: (tensor number, region) -> checksum."""
-        kinds = {region: RegionKind(_NO_DTYPE, region.start, region.count, region.step) for _, region in sums}
-        regions = RegionSet.of((tensor, kinds[region]) for tensor, region in sums)
+        regions = RegionSet.of((tensor, RegionKind(_NO_DTYPE, region)) for tensor, region in sums)
         ordered = [sums[tensor, kind.region] for tensor, kind in regions]
         return cls(regions, np.array(ordered, "<u8").tobytes(), cast)
 

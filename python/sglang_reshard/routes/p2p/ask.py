@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout.regions import ITEM_BYTES, MAX_STEP, LocalRegion, is_within
+from sglang_reshard.layout.regions import ITEM_BYTES, MAX_STEP, LocalRegion
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.protocol.messages import MAX_BUCKET_BYTES, Text
 from sglang_reshard.protocol.session import Session, of_engine
@@ -187,7 +187,7 @@ def _is_within(region: LocalRegion, shape: tuple[int, ...]) -> bool:
         if any(n < 1 or not 1 <= s <= MAX_STEP for n, s in steps):
             return False
         return 0 <= region.start[0] < shape[0] - sum((n - 1) * s for n, s in steps)
-    return is_within(region.start, region.count, region.step, shape)
+    return region.is_within(shape)
 
 
 def invalid_ask(why: str, who: str = "command of engine rank 0") -> Mismatch:
