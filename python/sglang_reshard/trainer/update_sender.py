@@ -18,6 +18,7 @@ import torch
 
 from sglang_reshard import tasks
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
+from sglang_reshard.landings import explained
 from sglang_reshard.layout.names import is_mapping
 from sglang_reshard.memory.mapping import MemoryExporter, host_identity
 from sglang_reshard.observability import spans
@@ -185,8 +186,6 @@ class UpdateSender:
         """Returns the outcomes that the trainer ranks can add to. Collective."""
         errors = {engine: error for engine, error in outcomes.items() if isinstance(error, ReshardError)}
         if errors:
-            from sglang_reshard.landings.checked.disagreement import explained
-
             exchange = functools.partial(self.exchange, f"disagreement/{self._update}", timeout_s=self.timeout_s)
             source = published.source, shards, self._rank
             errors = explained(errors, *source, self._update, exchange, options.partial)

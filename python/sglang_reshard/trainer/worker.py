@@ -23,6 +23,7 @@ import torch
 
 from sglang_reshard import tasks
 from sglang_reshard.errors import Aborted, Mismatch
+from sglang_reshard.landings import trainer_checks
 from sglang_reshard.protocol.messages import (
     Command,
     Connect,
@@ -40,7 +41,7 @@ from sglang_reshard.routes.base import Meeting, TrainerEnd, TrainerSide
 from sglang_reshard.trainer.publisher import PublishedShards
 
 if TYPE_CHECKING:
-    from sglang_reshard.landings.checked.source import TrainerChecks
+    from sglang_reshard.landings import TrainerChecks
 
 Shards = Callable[[], Sequence[torch.Tensor]]  # returns this rank's, in the layout's order
 
@@ -112,9 +113,7 @@ class TrainerWorker:
                         results = message
                     elif isinstance(message.command, Question):
                         if self._checks is None:
-                            from sglang_reshard.landings.checked.source import TrainerChecks
-
-                            self._checks = TrainerChecks(self._session, self._rank, self._size, self._timeout_s)
+                            self._checks = trainer_checks(self._session, self._rank, self._size, self._timeout_s)
                         self._checks.answer(channel, message.command, given, shards)
                     elif (engine := message.engine) in self._transfers:  # else it has been left out
                         if engine not in scopes:
