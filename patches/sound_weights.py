@@ -85,11 +85,14 @@ def continuing(manager: TokenizerManager) -> Iterator[None]:
 
 
 def abort_all(manager: TokenizerManager) -> None:
-    """Aborts all requests in the schedulers. Retracts them first: an abort alone runs one more forward pass."""
-    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+    """Aborts all requests in the schedulers. Retracts them first: an abort alone runs one more forward pass.
+
+    The manager's own `abort_request` would, in 0.5.17, also abort those that wait in it, which are told why instead.
+    """
+    from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
 
     sglang_versions.send_to_schedulers(manager, PauseGenerationReqInput(mode="retract"))
-    manager.abort_request(abort_all=True)
+    sglang_versions.send_to_schedulers(manager, AbortReq(rid="", abort_all=True))
 
 
 def loaded(manager: TokenizerManager) -> None:
