@@ -135,8 +135,8 @@ class TargetPlanner:
             if names.names:
                 layout = renamed(layout, names.names)
             program = self._target.program([t.spec for t in layout.tensors], may_stay)
-            if remark := left_alone_remark(program):
-                logger.info("engine rank %d: %s", rank, remark)
+            if program.left_alone:
+                logger.info("engine rank %d: %s", rank, left_alone_remark(program))
             tensor_index, known = TensorIndex.of(layout), None
         self._transfers.drop_last()  # it would keep memory mapped that is mapped again
         host, gpu = host_identity(), rank_device(self._device)

@@ -201,7 +201,7 @@ class TargetPlan:
     @property
     def remark(self) -> str:
         """Names the parameters that the program does not write, for the trainer's report; empty if there are none."""
-        return left_alone_remark(self.program)
+        return left_alone_remark(self.program) if self.program.left_alone else ""
 
     def unread(self, demands: Sequence[RankDemand]) -> tuple[str, ...]:
         """Returns the names, as the trainer has them, of tensors that no engine rank reads."""

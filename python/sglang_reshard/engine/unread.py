@@ -39,7 +39,9 @@ def not_ignored(names: Sequence[str], ignore: Sequence[str]) -> list[str]:
 
 
 def unread_remark(unread: Sequence[str]) -> str:
-    """Returns the report's remark on names that no engine rank reads."""
+    """Returns the report's remark on names that no engine rank reads; empty if there are none."""
+    if not unread:
+        return ""
     return f"the engine does not read {some_names(unread)}"
 
 
