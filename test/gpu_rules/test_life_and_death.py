@@ -24,7 +24,8 @@ def check_flat(held: Sequence[Held]) -> None:
     """Nothing grows, update after update."""
     warm, last = held[WARM], held[-1]
     fixed = ("descriptors", "mappings", "allocated", "mapped", "registered")
-    grown = [name for name in fixed if getattr(last, name) > getattr(warm, name)]
+    # The least of several updates: a connection may be closing when one of them is looked at.
+    grown = [name for name in fixed if min(getattr(late, name) for late in held[-5:]) > getattr(warm, name)]
     assert not grown, f"{grown}: update {WARM + 1}: {warm}; update {len(held)}: {last}"
     halfway = len(held) // 2
     made = last.objects - held[halfway].objects

@@ -34,10 +34,10 @@ def serve(rank, size, requests, *_):
         for request in requests:
             requests.answer(receiver.update(request))
             during = max(during, mappings())
-    end = time.monotonic() + 20
-    while mappings() > before and time.monotonic() < end:
+    transfers, end = receiver._executor.transfers, time.monotonic() + 20
+    while (mappings() > before or transfers.last is not None) and time.monotonic() < end:
         time.sleep(0.05)
-    return before, during, mappings(), receiver._executor.transfers.last is None
+    return before, during, mappings(), transfers.last is None
 
 
 @pytest.mark.parametrize(("transport", "ends"), [("ipc", "closed"), ("p2p", "closed"), ("ipc", "killed")])

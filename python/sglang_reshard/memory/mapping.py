@@ -138,7 +138,7 @@ class MemoryExporter:
     def is_current(self) -> bool:
         """Returns whether the last handles are still valid, for shards with the same storages."""
         with self._lock:
-            return self._gpu.is_current()
+            return not self._gpu.exported or self._gpu.is_current()
 
     def pages(self) -> tuple[object, ...]:
         """Returns what changes if other pages may be at the addresses of the shards that were exported last.

@@ -7,7 +7,6 @@ them can be one strided view: tens of thousands of small copies become a few lar
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import os
 import re
@@ -72,7 +71,10 @@ def map_files(sizes: Sequence[int], open_file: Callable[[int], int]) -> tuple[to
 
     Raises what `open_file` does, OSError for a file that cannot be mapped, and Mismatch for one that is too small.
     """
-    *begins, total = itertools.accumulate((aligned(nbytes, mmap.PAGESIZE) for nbytes in sizes), initial=0)
+    begins, total = [], 0
+    for nbytes in sizes:
+        begins.append(total)
+        total += aligned(nbytes, mmap.PAGESIZE)
     if not total:
         return torch.empty(0, dtype=torch.uint8), begins
     base = _mmap(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)

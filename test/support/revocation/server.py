@@ -39,7 +39,8 @@ class Server:
 
     def __init__(self, frozen: Frozen) -> None:
         self.sent: list[tuple[str, Any]] = []
-        self._store = store = SessionStore(MemoryQuota().take, lambda _delay, _function: _Timer())  # type: ignore[arg-type,return-value]
+        quota = MemoryQuota(lambda: None)
+        self._store = store = SessionStore(quota.take, lambda _delay, _function: _Timer())  # type: ignore[arg-type,return-value]
         scopes = store._scopes
         for name, members, watchers, reason, mark in frozen.scopes:
             entered = {self._client(client): who for client, who in members}
