@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
-_ON_THEIR_WAY_S = 1.0
+_ON_THEIR_WAY_S = 2.0  # the detokenizer of a busy host may stand still for more than one
 
 
 class Flight:
